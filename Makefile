@@ -1,0 +1,48 @@
+# Needs Python 3.11 or newer with pip; everything else is installed into the checkout.
+PYTHON ?= python3
+
+NEWEST := .venv
+OLDEST := .venv-oldest
+OLDEST_JAX := jax==0.7.0 jaxlib==0.7.0
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest lint bench clean
+
+help: ## list the targets
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(NEWEST)/installed ## train a small transformer, show its gradient noise and what it costs
+	$(NEWEST)/bin/python -m examples.demo
+
+test: $(NEWEST)/installed ## run the tests with the newest JAX
+	$(NEWEST)/bin/python -m pytest -n 2
+
+test-oldest: $(OLDEST)/installed ## run the tests with the oldest supported JAX
+	$(OLDEST)/bin/python -m pytest -n 2
+
+lint: $(NEWEST)/installed ## check style, formatting and types
+	$(NEWEST)/bin/ruff check .
+	$(NEWEST)/bin/ruff format --check .
+	$(NEWEST)/bin/pyright
+
+bench: $(NEWEST)/installed-bench ## time pergrad beside jax.grad, vmap(grad) and optax
+	$(NEWEST)/bin/python -m benchmarks.side_by_side
+
+clean: ## remove the environments and all caches
+	rm -rf $(NEWEST) $(OLDEST) .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp files below are written last: an interrupted installation is done again.
+$(NEWEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
+	touch $@
+
+$(NEWEST)/installed-bench: $(NEWEST)/installed
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[bench]'
+	touch $@
+
+$(OLDEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet $(OLDEST_JAX) --editable '.[dev]'
+	touch $@

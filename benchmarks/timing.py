@@ -1,0 +1,136 @@
+"""Time several functions of the same arguments, side by side.
+
+The speed of a machine drifts by more than the differences we look for. So all candidates are
+compiled first; then they take turns, in an order that changes from round to round so that none
+always follows the same neighbour; and each is judged by its fastest run. What to read is the ratio
+to the first candidate.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Program:
+    """A candidate compiled ahead of time, and what that took.
+
+    `temp_bytes` is what XLA sets aside for intermediate results; arguments and results do not
+    count.
+    """
+
+    run: Callable[..., Any]
+    lower_seconds: float
+    compile_seconds: float
+    temp_bytes: int
+
+    @property
+    def build_seconds(self) -> float:
+        """Tracing, lowering and compiling together."""
+        return self.lower_seconds + self.compile_seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """A program and the seconds of each of its timed runs."""
+
+    name: str
+    program: Program
+    seconds: tuple[float, ...]
+
+    @property
+    def minimum(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        low, median, high = np.percentile(self.seconds, [25, 50, 75])
+        return float(low), float(median), float(high)
+
+    def ratios(self, floor: "Result") -> dict[str, float]:
+        """Time, temporary memory and build time as multiples of those of `floor`."""
+        return {
+            "time": self.minimum / floor.minimum,
+            "memory": self.program.temp_bytes / floor.program.temp_bytes,
+            "compile": self.program.build_seconds / floor.program.build_seconds,
+        }
+
+
+def compile_all(candidates: Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Program]:
+    """Compile every candidate for `args`, each from empty caches so that none helps the next."""
+    programs = {}
+    for name, candidate in candidates.items():
+        jax.clear_caches()
+        start = time.perf_counter()
+        lowered = jax.jit(candidate).lower(*args)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+        end = time.perf_counter()
+        programs[name] = Program(
+            run=compiled,
+            lower_seconds=middle - start,
+            compile_seconds=end - middle,
+            temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        )
+        _progress(f"  compiled {name} in {end - start:.1f} s\n")
+    return programs
+
+
+def time_all(
+    programs: Mapping[str, Program], *args: Any, rounds: int = 15, budget: float = 10.0
+) -> list[Result]:
+    """Run each program once to warm up, then let them take turns for `rounds` rounds.
+
+    A program that has used up its `budget` of seconds sits out the remaining rounds; each has at
+    least one timed run.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    spent = {name: _seconds(program, args) for name, program in programs.items()}
+    timed: dict[str, list[float]] = {name: [] for name in programs}
+    _progress("  timing ")
+    for index in range(rounds):
+        for name in _order(list(programs), index):
+            if timed[name] and spent[name] > budget:
+                continue
+            seconds = _seconds(programs[name], args)
+            timed[name].append(seconds)
+            spent[name] += seconds
+        _progress(".")
+    _progress("\n")
+    return [Result(name, programs[name], tuple(seconds)) for name, seconds in timed.items()]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Text in aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [list(header), ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def _order(names: list[str], index: int) -> list[str]:
+    """Rotated by one name each round, and backwards in every second one."""
+    turn = index % len(names)
+    rotated = names[turn:] + names[:turn]
+    return rotated[::-1] if index % 2 else rotated
+
+
+def _seconds(program: Program, args: tuple[Any, ...]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(program.run(*args))
+    return time.perf_counter() - start
+
+
+def _progress(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)

@@ -1,0 +1,129 @@
+"""What users call: validate, flatten, and take the four steps trace, cut, plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pergrad._call import Call, Request
+from pergrad._plan import Plan
+from pergrad._run import run
+
+ArgNums = int | Sequence[int]
+
+
+def value_and_stats(
+    fun: Callable[..., Any],
+    stats: Any,
+    argnums: ArgNums = 0,
+    *,
+    batch_argnums: ArgNums = 1,
+    has_aux: bool = False,
+    keep_batch_dim: bool = True,
+    rng_argnums: ArgNums = (),
+    microbatch_size: int | str | None = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    strategy: str = "auto",
+) -> Callable[..., Any]:
+    """Turns a loss into a function that returns its value and statistics of per-example gradients.
+
+    Like `jax.value_and_grad`, with what the mean over the batch throws away. The function it returns
+    is pure and can be jitted, scanned over and differentiated.
+
+    Args:
+      fun: the training loss, a scalar: the mean over the examples it is given. It is not modified;
+        `pg.check` says whether it is such a mean.
+      stats: statistics (`pg.Mean`, `pg.Variance`, ...) in any pytree; the result has the same tree.
+      argnums: the argument or arguments to differentiate, as in `jax.grad`. A statistic's result is a
+        tree like that argument, or a tuple of trees.
+      batch_argnums: the arguments whose leaves carry the example axis in front.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      keep_batch_dim: True: `fun` is applied to batches of one. False: to one example, whose leaves
+        have no example axis.
+      rng_argnums: arguments whose leaves are PRNG keys, typed or raw. Example i of B gets
+        `jax.random.split(key, B)[i]`.
+      microbatch_size: how many examples go through the model at a time: None for all, a number, or
+        `"auto"`. Any size gives the same result.
+      spmd_axis_name: not supported yet.
+      strategy: `"auto"`, or the name of one to use wherever it can be used, for comparison;
+        `"materialise"` is the plain reference.
+
+    Returns:
+      A function with `fun`'s signature plus `example_weights=None`: weights [B], at least 0, read as
+      counts (2 is the example being there twice, 0 is padding, even if its gradient is NaN; all 0
+      gives NaN). It returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`: `value` is the
+      weighted mean loss, `aux` has an example axis in front of what `fun` returns for one example.
+
+    >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    >>> stats_fn = pg.value_and_stats(loss, {"mean": pg.Mean(), "variance": pg.Variance()})
+    >>> value, stats = stats_fn(jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 2.0]]))
+    >>> stats["mean"]
+    Array([1., 4.], dtype=float32)
+    >>> stats["variance"]
+    Array([ 2., 32.], dtype=float32)
+    """
+    request = Request(
+        fun,
+        stats,
+        argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rng_argnums=rng_argnums,
+        microbatch_size=microbatch_size,
+        spmd_axis_name=spmd_axis_name,
+        strategy=strategy,
+    )
+
+    def stats_fn(*args: Any, example_weights: Any = None, **kwargs: Any) -> Any:
+        call = Call(request, args, kwargs)
+        weights = call.check_weights(example_weights)
+        cut, plan = call.prepare()
+        outcome = run(cut, plan, call.params, call.examples(), weights)
+        return call.assemble(cut, plan, outcome, weights)
+
+    return stats_fn
+
+
+def grad_stats(
+    fun: Callable[..., Any], stats: Any, argnums: ArgNums = 0, **options: Any
+) -> Callable[..., Any]:
+    """As `value_and_stats`, with the same options, without the value.
+
+    The function returns `stats`, or `(stats, aux)` with `has_aux`, as `jax.grad` does.
+
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, [pg.Mean(jnp.sign), pg.Count()])(jnp.float32(1), jnp.array([3.0, -1.0]))
+    [Array(0., dtype=float32), Array(2., dtype=float32)]
+    """
+    stats_fn = value_and_stats(fun, stats, argnums, **options)
+
+    def without_value(*args: Any, **kwargs: Any) -> Any:
+        value, result = stats_fn(*args, **kwargs)
+        return (result, value[1]) if options.get("has_aux") else result
+
+    return without_value
+
+
+def explain(
+    fun: Callable[..., Any], stats: Any, argnums: ArgNums = 0, **options: Any
+) -> Callable[..., Plan]:
+    """The plan that `value_and_stats` with the same options would follow. Print it.
+
+    The function takes the same arguments, or `jax.ShapeDtypeStruct`s in their place, and runs nothing.
+
+    >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    >>> plan = pg.explain(loss, pg.Mean(jnp.square))(jnp.ones((3, 2)), jnp.ones((8, 3)))
+    >>> plan.rows[0].kind, plan.rows[0].strategy
+    ('product', 'factored')
+    """
+    request = Request(fun, stats, argnums, **options)
+
+    def plan_of(*args: Any, **kwargs: Any) -> Plan:
+        return Call(request, args, kwargs).prepare()[1]
+
+    return plan_of
+
+
+def check(*a, **k):
+    raise NotImplementedError

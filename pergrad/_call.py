@@ -1,0 +1,345 @@
+"""Around the four steps: what was asked for (`Request`), and one call of it (`Call`).
+
+A request is checked once, when it is made. A call checks its arguments, flattens them into parameters
+and examples, and builds the results from what the run returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pergrad._cut import Cut, cut
+from pergrad._errors import ArgumentError
+from pergrad._plan import STRATEGIES, Plan, make_plan
+from pergrad._run import Outcome
+from pergrad._statistics import (
+    Accumulator,
+    Count,
+    Loss,
+    Statistic,
+    Variance,
+    accumulation_dtype,
+    total_weight,
+    weigh,
+)
+from pergrad._trace import trace
+
+ArgNums = int | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of `value_and_stats`, which documents them."""
+
+    fun: Callable[..., Any]
+    stats: Any
+    argnums: ArgNums = 0
+    _: dataclasses.KW_ONLY
+    batch_argnums: ArgNums = 1
+    has_aux: bool = False
+    keep_batch_dim: bool = True
+    rng_argnums: ArgNums = ()
+    microbatch_size: int | str | None = None
+    spmd_axis_name: str | Sequence[str] | None = None
+    strategy: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not callable(self.fun):
+            raise ArgumentError(f"fun must be a function, not {self.fun!r}.")
+        for name in ("argnums", "batch_argnums", "rng_argnums"):
+            if not all(_is_int(n) for n in _as_tuple(getattr(self, name))):
+                raise ArgumentError(
+                    f"{name} must be an int or a tuple of ints, not {getattr(self, name)!r}."
+                )
+        if not _as_tuple(self.argnums):
+            raise ArgumentError("argnums is empty: there is nothing to differentiate.")
+        if not _as_tuple(self.batch_argnums):
+            raise ArgumentError("batch_argnums is empty: some argument must hold the examples.")
+        self._check_statistics()
+        size = self.microbatch_size
+        if size is not None and size != "auto" and not (_is_int(size) and int(size) >= 1):
+            raise ArgumentError(
+                f"microbatch_size must be None, 'auto' or a number of at least 1, not {size!r}."
+            )
+        if self.spmd_axis_name is not None:
+            raise ArgumentError(
+                "spmd_axis_name is not supported yet: this version works on one device. Leave it out."
+            )
+        names = ["auto", *(s.name for s in STRATEGIES)]
+        if self.strategy not in names:
+            raise ArgumentError(
+                f"strategy must be one of {', '.join(names)}; not {self.strategy!r}."
+            )
+
+    def _check_statistics(self) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(self.stats)
+        if not leaves:
+            raise ArgumentError(
+                "stats is empty: ask for something, for example {'mean': pg.Mean()}."
+            )
+        for path, leaf in leaves:
+            if not isinstance(leaf, Statistic):
+                where = f"stats{jax.tree_util.keystr(path)}"
+                is_class = isinstance(leaf, type) and issubclass(leaf, Statistic)
+                hint = f" Write pg.{leaf.__name__}(), with parentheses." if is_class else ""
+                raise ArgumentError(
+                    f"{where} must be a statistic such as pg.Mean(), not {leaf!r}.{hint}"
+                )
+
+    @property
+    def accumulators(self) -> list[Accumulator]:
+        """The statistics of single parameters, each once."""
+        leaves = jax.tree.leaves(self.stats)
+        return list(dict.fromkeys(s for s in leaves if isinstance(s, Accumulator)))
+
+
+class Call:
+    """One call: its arguments, checked and flattened."""
+
+    def __init__(self, request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.request, self.args, self.kwargs = request, args, kwargs
+        self.argnums = self._places("argnums")
+        self.batch_argnums = self._places("batch_argnums")
+        self.rng_argnums = self._places("rng_argnums")
+        self._check_overlap()
+        self.params, self.params_tree, self.paths = self._flatten_params()
+        self.batch, self.batch_tree = self._flatten_batch()
+        self.keys, self.keys_tree = self._flatten_keys()
+        self.size: int = self.batch[0].shape[0]
+
+    def _places(self, name: str) -> tuple[int, ...]:
+        """The argument numbers of this name, counted from the front."""
+        numbers, n = _as_tuple(getattr(self.request, name)), len(self.args)
+        for number in numbers:
+            if not -n <= number < n:
+                raise ArgumentError(
+                    f"{name}={getattr(self.request, name)} needs more than the {n} positional "
+                    "arguments of this call. (Arguments given by keyword are not counted.)"
+                )
+        return tuple(number % n for number in numbers)
+
+    def _check_overlap(self) -> None:
+        seen: dict[int, str] = {}
+        for name in ("argnums", "batch_argnums", "rng_argnums"):
+            for number in getattr(self, name):
+                if number in seen:
+                    raise ArgumentError(
+                        f"argument {number} is named by {seen[number]} and by {name}; an argument has "
+                        "one role."
+                    )
+                seen[number] = name
+
+    def _flatten_params(self) -> tuple[list[Any], Any, list[str]]:
+        trees = tuple(self.args[n] for n in self.argnums)
+        with_path, tree = jax.tree_util.tree_flatten_with_path(trees)
+        several = len(trees) > 1
+        paths, leaves = [], []
+        for (first, *rest), leaf in with_path:
+            path = jax.tree_util.keystr(tuple(rest))
+            number = self.argnums[first.idx]
+            path = f"args[{number}]{path}" if several or not path else path
+            if not _is_number_like(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ArgumentError(
+                    f"the parameter {path} of argument {number} cannot be differentiated: it is "
+                    f"{_kind(leaf)}, not a floating-point array. Keep it in an argument that argnums "
+                    "does not name."
+                )
+            paths.append(path)
+            leaves.append(leaf)
+        if not leaves:
+            raise ArgumentError(f"argument {self.argnums} has no parameters to differentiate.")
+        return leaves, tree, paths
+
+    def _flatten_batch(self) -> tuple[list[Any], Any]:
+        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.batch_argnums))
+        named = self._named_leaves(self.batch_argnums)
+        sizes = {}
+        for path, leaf in named:
+            if not _is_number_like(leaf) or jnp.ndim(leaf) == 0:
+                raise ArgumentError(
+                    f"the batch leaf {path} is {_kind(leaf)}: it has no example axis. Give it to the "
+                    "loss in an argument that batch_argnums does not name."
+                )
+            sizes[path] = jnp.shape(leaf)[0]
+        if not sizes:
+            raise ArgumentError(f"the batch (argument {self.batch_argnums}) has no arrays.")
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+            raise ArgumentError(
+                "all batch leaves must have the same number of examples in front, but they have "
+                f"{listed}."
+            )
+        if not next(iter(sizes.values())):
+            raise ArgumentError("the batch is empty: its example axis has length 0.")
+        return [_as_array(leaf) for leaf in leaves], tree
+
+    def _flatten_keys(self) -> tuple[list[Any], Any]:
+        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.rng_argnums))
+        for path, leaf in self._named_leaves(self.rng_argnums):
+            if not _is_one_key(leaf):
+                raise ArgumentError(
+                    f"{path}, named by rng_argnums, must be one PRNG key (jax.random.key or "
+                    f"jax.random.PRNGKey); it is {_kind(leaf)}."
+                )
+        return leaves, tree
+
+    def _named_leaves(self, numbers: Iterable[int]) -> list[tuple[str, Any]]:
+        return [
+            (f"args[{n}]{jax.tree_util.keystr(path)}", leaf)
+            for n in numbers
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.args[n])
+        ]
+
+    def check_weights(self, weights: Any) -> jax.Array | None:
+        """The example weights as an array, or None if there are none."""
+        if weights is None:
+            return None
+        weights = jnp.asarray(weights)
+        if weights.shape != (self.size,):
+            raise ArgumentError(
+                f"example_weights must have the shape ({self.size},), one weight for each example, not "
+                f"{weights.shape}."
+            )
+        weights = weights.astype(jnp.result_type(float))
+        if not isinstance(weights, jax.core.Tracer):
+            values = np.asarray(weights)
+            if not np.all(np.isfinite(values) & (values >= 0)):
+                raise ArgumentError("example_weights must be finite and at least 0.")
+            if not values.sum() > 0:
+                raise ArgumentError("example_weights are all 0: there is no example to speak of.")
+            self._check_variance(float(values.sum()))
+        return weights
+
+    def _check_variance(self, count: float) -> None:
+        if count <= 1 and any(isinstance(s, Variance) for s in self.request.accumulators):
+            raise ArgumentError(
+                f"Variance needs more than one example, and this batch counts {count:g}. Use a larger "
+                "batch, or leave Variance out."
+            )
+
+    def examples(self) -> list[jax.Array]:
+        """The leaves that differ from example to example, [B, ...]: the batch and the keys."""
+        return [*self.batch, *(jax.random.split(key, self.size) for key in self.keys)]
+
+    def prepare(self) -> tuple[Cut, Plan]:
+        """Steps 1 to 3."""
+        self._check_variance(self.size)
+        example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
+        program = trace(
+            self._one_example, self.params, [*example, *self.keys], self.request.has_aux
+        )
+        request = self.request
+        parts = cut(program)
+        plan = make_plan(
+            parts,
+            request.accumulators,
+            self.paths,
+            self.size,
+            request.microbatch_size,
+            request.strategy,
+        )
+        return parts, plan
+
+    def _one_example(self, params: Sequence[Any], example: Sequence[Any]) -> Any:
+        """The user's loss of one example."""
+        args = list(self.args)
+        batch, keys = example[: len(self.batch)], example[len(self.batch) :]
+        if self.request.keep_batch_dim:
+            batch = [x[None] for x in batch]
+        for numbers, tree, leaves in (
+            (self.argnums, self.params_tree, params),
+            (self.batch_argnums, self.batch_tree, batch),
+            (self.rng_argnums, self.keys_tree, keys),
+        ):
+            for number, arg in zip(numbers, jax.tree.unflatten(tree, leaves), strict=True):
+                args[number] = arg
+        out = self.request.fun(*args, **self.kwargs)
+        if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {_kind(out)}.")
+        value = out[0] if self.request.has_aux else out
+        self._check_value(value)
+        return out
+
+    def _check_value(self, value: Any) -> None:
+        if isinstance(value, tuple) and len(value) == 2:
+            raise ArgumentError("the loss returned a pair. If its second is aux, say has_aux=True.")
+        if not _is_number_like(value):
+            raise ArgumentError(f"the loss must return a scalar, not {_kind(value)}.")
+        if jnp.shape(value) != ():
+            example = "a batch of one" if self.request.keep_batch_dim else "one example"
+            raise ArgumentError(
+                f"the loss must return a scalar, but for {example} it returned an array of the shape "
+                f"{jnp.shape(value)}. Take its mean."
+            )
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise ArgumentError(f"the loss must be a real number; it is {_kind(value)}.")
+
+    def assemble(self, parts: Cut, plan: Plan, outcome: Outcome, w: jax.Array | None) -> Any:
+        """The results of `value_and_stats`, from what the run returned."""
+        count = total_weight(w, self.size, jnp.result_type(float))
+        states = {
+            (tail_plan.tail.params[k], statistic): state
+            for tail_plan, own in zip(plan.tails, outcome.states, strict=True)
+            for (k, statistic), state in zip(tail_plan.jobs(), own, strict=True)
+        }
+
+        def result(statistic: Statistic) -> Any:
+            if isinstance(statistic, Accumulator):
+                leaves = [
+                    statistic.finish(states[i, statistic], count, grad.aval)
+                    for i, grad in enumerate(parts.program.grads)
+                ]
+                return self._like_params(leaves)
+            if isinstance(statistic, Loss):
+                return outcome.losses
+            assert isinstance(statistic, Count)
+            return count
+
+        dtype = outcome.losses.dtype
+        losses = weigh(outcome.losses.astype(accumulation_dtype(dtype)), w)
+        value = (jnp.sum(losses) / count.astype(losses.dtype)).astype(dtype)
+        if self.request.has_aux:
+            value = value, jax.tree.unflatten(parts.program.aux_tree, outcome.aux)
+        return value, jax.tree.map(result, self.request.stats)
+
+    def _like_params(self, leaves: Sequence[Any]) -> Any:
+        # A leaf here may itself be a tree (Fold), so the trees of parameters are filled one by one.
+        trees = jax.tree.unflatten(self.params_tree, leaves)
+        return trees[0] if isinstance(self.request.argnums, int) else trees
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _as_tuple(numbers: Any) -> tuple[Any, ...]:
+    return tuple(numbers) if isinstance(numbers, (tuple, list)) else (numbers,)
+
+
+def _is_number_like(x: Any) -> bool:
+    """Arrays, their shapes, and Python numbers."""
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (int, float, complex))
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
+
+
+def _is_one_key(x: Any) -> bool:
+    if not hasattr(x, "dtype"):
+        return False
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.shape == ()
+    return x.dtype == jnp.uint32 and x.ndim == 1
+
+
+def _kind(x: Any) -> str:
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"an array of {x.dtype} with shape {x.shape}"
+    return f"{x!r}, a {type(x).__name__}"

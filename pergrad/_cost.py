@@ -1,0 +1,111 @@
+"""What equations cost: floating-point operations as XLA counts them, and memory.
+
+Operations: two for every multiplication and addition of a product, one for every number that an
+elementwise equation makes or a reduction reads, none for moving numbers. Transcendental functions are
+not counted, as XLA keeps them apart.
+
+Memory: XLA fuses elementwise equations into their consumers, so that only some variables are ever
+stored: those that an equation like a matrix product makes or reads, and what is expensive to compute
+and read more than once. A stored variable is kept until the last equation that reads it, directly or
+through fused ones. The peak over the program of what is kept is the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import primitives as p
+
+from pergrad import _compat
+from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+
+
+def size(v: Atom) -> int:
+    return math.prod(v.aval.shape)
+
+
+def nbytes(v: Atom) -> int:
+    """Bytes of one array; typed PRNG keys count as their two words."""
+    return size(v) * getattr(v.aval.dtype, "itemsize", 8)
+
+
+def operations(eqns: Iterable[JaxprEqn]) -> float:
+    """Floating-point operations of these equations."""
+    return float(sum(OPERATIONS.get(eqn.primitive, _elementwise)(eqn) for eqn in eqns))
+
+
+def _elementwise(eqn: JaxprEqn) -> float:
+    inner = [x for value in eqn.params.values() for x in _programs(value)]
+    if inner:
+        times = eqn.params.get("length", 1)
+        return times * max(operations(jaxpr.eqns) for jaxpr in inner)
+    return sum(size(v) for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
+
+
+def _programs(value: Any) -> list[Jaxpr]:
+    if isinstance(value, ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, Jaxpr):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [jaxpr for x in value for jaxpr in _programs(x)]
+    return []
+
+
+def _nothing(eqn: JaxprEqn) -> float:
+    return 0
+
+
+def _reduction(eqn: JaxprEqn) -> float:
+    return size(eqn.invars[0])
+
+
+def _product(eqn: JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    length = math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
+    return 2 * size(eqn.outvars[0]) * length
+
+
+def _convolution(eqn: JaxprEqn) -> float:
+    kernel = eqn.invars[1].aval.shape
+    out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * size(eqn.outvars[0]) * math.prod(kernel) / out_features
+
+
+def _updates(eqn: JaxprEqn) -> float:
+    return size(eqn.invars[2])
+
+
+OPERATIONS: dict[Primitive, Callable[[JaxprEqn], float]] = {
+    p.dot_general_p: _product,
+    p.conv_general_dilated_p: _convolution,
+    p.scatter_add_p: _updates,
+    **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.cumsum_p], _reduction),
+}
+MOVES = (
+    p.broadcast_in_dim_p,
+    p.concatenate_p,
+    p.convert_element_type_p,
+    p.copy_p,
+    p.dynamic_slice_p,
+    p.dynamic_update_slice_p,
+    p.gather_p,
+    p.iota_p,
+    p.pad_p,
+    p.reshape_p,
+    p.rev_p,
+    p.slice_p,
+    p.squeeze_p,
+    p.stop_gradient_p,
+    p.transpose_p,
+    _compat.name_p,
+    _compat.optimization_barrier_p,
+)
+TRANSCENDENTAL = (
+    *(p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.logistic_p, p.tanh_p, p.erf_p),
+    *(p.sin_p, p.cos_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p),
+)
+OPERATIONS |= dict.fromkeys([*MOVES, *TRANSCENDENTAL], _nothing)

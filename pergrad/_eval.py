@@ -1,0 +1,44 @@
+"""Reading and running equations: the loop that knows no primitive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import primitives
+
+from pergrad import _compat
+from pergrad._compat import Atom, JaxprEqn, Literal, Var
+
+Env = dict[Var, Any]
+
+
+def read(env: Env, atom: Atom) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def evaluate(eqns: Sequence[JaxprEqn], env: Env) -> None:
+    """Runs the equations in order and adds their results to `env`."""
+    for eqn in eqns:
+        outs = _compat.bind(eqn, [read(env, v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def evaluate_wide(eqns: Sequence[JaxprEqn], env: Env) -> None:
+    """As `evaluate`, with every half-precision number widened to float32 and no cast back."""
+    for eqn in eqns:
+        args = [widen(read(env, v)) for v in eqn.invars]
+        is_cast = eqn.primitive is primitives.convert_element_type_p
+        outs = args if is_cast and _narrows(eqn, args[0]) else _compat.bind(eqn, args)
+        env.update(zip(eqn.outvars, [widen(x) for x in outs], strict=True))
+
+
+def widen(x: Any) -> Any:
+    """Half-precision numbers as float32, anything else as it is."""
+    half = jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if half else x
+
+
+def _narrows(eqn: JaxprEqn, x: Any) -> bool:
+    return jnp.finfo(eqn.params["new_dtype"]).bits < jnp.finfo(x.dtype).bits

@@ -1,0 +1,152 @@
+"""Step 4: the rewritten program runs for all examples at once, and every tail is reduced.
+
+The program of one example is evaluated under `jax.vmap`, the backbone as it stands. A tail is a call
+with a batching rule of its own (`custom_vmap`): for a batch it reduces over the examples and returns
+the states of its statistics, which have no example axis any more. The tails come after the whole
+backbone, so that XLA is free to run each as soon as its factors are there.
+
+Each tail is given the example's weight even if it needs none: a tail that did not depend on the batch
+would never meet our `vmap`, and a user's own outer `vmap` would then reduce it over the wrong axis.
+
+Microbatches are a `lax.scan` around all that, which hands the states on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pergrad._cut import Cut
+from pergrad._eval import evaluate, read
+from pergrad._plan import Plan, TailPlan
+from pergrad._statistics import Individual, State
+from pergrad.strategies import Examples, Job
+
+States = list[list[State]]
+
+
+class Outcome(NamedTuple):
+    """Losses [B], the leaves of `aux` [B, ...], and for each tail the state of each of its jobs."""
+
+    losses: jax.Array
+    aux: list[jax.Array]
+    states: States
+
+
+def run(
+    cut: Cut, plan: Plan, params: Sequence[Any], examples: Sequence[Any], w: jax.Array | None
+) -> Outcome:
+    """Runs the plan for the leaves `examples` [B, ...] with weights `w` [B], or None for ones."""
+    empty = _empty_states(cut, plan)
+    steps = math.ceil(plan.batch_size / plan.microbatch_size)
+    if steps == 1:
+        return _run_at_once(cut, plan, params, examples, w, empty)
+
+    # As few steps as the microbatch size allows, and of equal length: what is missing to fill the
+    # last one is repeated from the front, with weight 0.
+    length = math.ceil(plan.batch_size / steps)
+    missing = steps * length - plan.batch_size
+    if missing:
+        w = jnp.ones(plan.batch_size, jnp.result_type(float)) if w is None else w
+        w = jnp.concatenate([w, jnp.zeros(missing, w.dtype)])
+        examples = [jnp.concatenate([x, x[:missing]]) for x in examples]
+    xs = jax.tree.map(lambda x: x.reshape(steps, length, *x.shape[1:]), (examples, w))
+
+    def step(states: States, xs: Any) -> tuple[States, Any]:
+        out = _run_at_once(cut, plan, params, *xs, states)
+        # Individual gradients are not handed on but stacked, like losses.
+        handed_on = _where_individual(plan, empty, out.states)
+        stacked = _where_individual(plan, out.states, None)
+        return handed_on, (out.losses, out.aux, stacked)
+
+    states, per_example = lax.scan(step, empty, xs)
+    losses, aux, stacked = jax.tree.map(
+        lambda x: x.reshape(steps * length, *x.shape[2:])[: plan.batch_size], per_example
+    )
+    return Outcome(losses, aux, _where_individual(plan, stacked, states))
+
+
+def _run_at_once(
+    cut: Cut,
+    plan: Plan,
+    params: Sequence[Any],
+    examples: Sequence[Any],
+    w: jax.Array | None,
+    starts: States,
+) -> Outcome:
+    program = cut.program
+    reducers = [_reducer(tail_plan, weighted=w is not None) for tail_plan in plan.tails]
+
+    def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, list[Any], States]:
+        env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        env |= zip(program.params, params, strict=True)
+        env |= zip(program.example, example, strict=True)
+        evaluate(cut.backbone, env)
+        states = [
+            reduce(w, [env[v] for v in tail.factors], [env[v] for v in tail.constants], start)
+            for reduce, tail, start in zip(reducers, cut.tails, starts, strict=True)
+        ]
+        return read(env, program.value), [read(env, v) for v in program.aux], states
+
+    w = jnp.ones(examples[0].shape[0]) if w is None else w
+    return Outcome(*jax.vmap(one, out_axes=(0, 0, None))(examples, w))
+
+
+def _reducer(tail_plan: TailPlan, weighted: bool) -> Callable[..., list[State]]:
+    """A tail as a call that, for a batch, reduces over its examples."""
+    tail = tail_plan.tail
+
+    @custom_vmap
+    def reduce(
+        w: Any, factors: list[Any], constants: list[Any], starts: list[State]
+    ) -> list[State]:
+        return rule(1, None, w[None], [x[None] for x in factors], constants, starts)[0]
+
+    @reduce.def_vmap
+    def rule(
+        size: int,
+        batched: Any,
+        w: Any,
+        factors: list[Any],
+        constants: list[Any],
+        starts: list[State],
+    ) -> tuple[list[State], Any]:
+        if batched is not None:
+            factors = [
+                x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
+                for x, has_axis in zip(factors, batched[1], strict=True)
+            ]
+        examples = Examples(size, w if weighted else None, factors, constants)
+        jobs = [Job(*job, start) for job, start in zip(tail_plan.jobs(), starts, strict=True)]
+        states: list[State] = []
+        for choice in tail_plan.choices:
+            own = jobs[len(states) : len(states) + len(tail.grads) * len(choice.statistics)]
+            states += choice.strategy.reduce(tail, own, examples)
+        return states, jax.tree.map(lambda _: False, states)
+
+    return reduce
+
+
+def _empty_states(cut: Cut, plan: Plan) -> States:
+    return [
+        [statistic.init(tail_plan.tail.grads[k].aval) for k, statistic in tail_plan.jobs()]
+        for tail_plan in plan.tails
+    ]
+
+
+def _where_individual(plan: Plan, yes: States | None, no: States | None) -> States:
+    """The states of `yes` for `Individual`, those of `no` for the other statistics."""
+    return [
+        [
+            None if source is None else source[t][j]
+            for j, (_, statistic) in enumerate(tail_plan.jobs())
+            for source in [yes if isinstance(statistic, Individual) else no]
+        ]
+        for t, tail_plan in enumerate(plan.tails)
+    ]

@@ -1,0 +1,332 @@
+"""What can be asked for: statistics of the gradients g_1, ..., g_B of the examples of a batch.
+
+A statistic of one parameter's gradients is an accumulator. It starts empty (`init`), takes gradients
+in one at a time (`add`) or many at once (`add_all`), and is read out at the end (`finish`); taking in
+many at once gives what taking them in one by one gives. Every strategy is written in these four
+words or, where it knows better, computes the same state in another way.
+
+Weights are counts: weight 2 is the example being there twice, weight 0 is not being there, whatever
+its gradient is (NaN too). `None` stands for ones and spares the multiplications.
+
+States of half-precision gradients are kept in float32. `Mean()` returns the parameter's own dtype, as
+`jax.grad` does; the others return float32 (or float64), since squares of half-precision numbers
+overflow and vanish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pergrad._errors import ArgumentError
+
+State = Any
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """The dtype sums are kept in: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """Base class of everything that can stand in the tree given to `value_and_stats`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator(Statistic):
+    """A statistic that is computed for each parameter on its own, from its gradients alone."""
+
+    def init(self, like: Shaped) -> State:
+        """The state before the first gradient; `like` has a gradient's shape and dtype."""
+        raise NotImplementedError
+
+    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
+        """Takes in one gradient `g` with its weight `w`, a scalar."""
+        raise NotImplementedError
+
+    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+        """Takes in gradients `gs` of shape [B, ...] with their weights `w` of shape [B]."""
+        raise NotImplementedError
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        """The result, from the state and `count`, the sum of all weights."""
+        raise NotImplementedError
+
+
+def _per_example(per: Any) -> None:
+    if per != "example":
+        raise ArgumentError(
+            f"per={per!r} is not supported yet: this version has per='example' alone. "
+            "Leave `per` out."
+        )
+
+
+def weigh(x: jax.Array, w: jax.Array | None) -> jax.Array:
+    """`w * x`, and 0 where the weight is 0 even if `x` is not finite. `w` has `x`'s leading axes."""
+    if w is None:
+        return x
+    w = w.reshape(w.shape + (1,) * (x.ndim - w.ndim)).astype(x.dtype)
+    return jnp.where(w > 0, w * x, jnp.zeros((), x.dtype))
+
+
+def total_weight(w: jax.Array | None, size: int, dtype: Any) -> jax.Array:
+    """The number of examples, counted with their weights."""
+    return jnp.asarray(size, dtype) if w is None else jnp.sum(w).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Power:
+    """`g ** p` for a whole `p`, else `|g| ** p`. Made by `power`."""
+
+    p: int | float
+
+    def __call__(self, g: jax.Array) -> jax.Array:
+        return lax.integer_pow(g, self.p) if isinstance(self.p, int) else jnp.abs(g) ** self.p
+
+    def __repr__(self) -> str:
+        return f"power({self.p})"
+
+
+def power(p: int | float) -> Power:
+    """The function `g -> g ** p` for `Mean`, known to be factorable.
+
+    A whole `p` keeps the sign of odd powers; for any other `p` it is `|g| ** p`. `p` must be positive.
+
+    >>> pg.power(3)(jnp.array([-2.0, 1.0]))
+    Array([-8.,  1.], dtype=float32)
+    """
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p < math.inf:
+        raise ArgumentError(f"power needs a positive, finite number, not {p!r}.")
+    return Power(int(p) if float(p).is_integer() else p)
+
+
+FACTORABLE = (jnp.square, jnp.abs, jnp.absolute, jnp.sign)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mean(Accumulator):
+    """`E[phi(g)]`, the mean over the examples of an elementwise function of their gradients.
+
+    The result is shaped like the parameters. Without `phi` it is the mean gradient, what `jax.grad`
+    returns. `phi` sees the gradient in at least float32.
+
+    Args:
+      phi: an elementwise function, or None for the identity.
+      per: what one unit is; `"example"`.
+      factorable: whether `phi(a * b) == phi(a) * phi(b)` for all numbers, which allows a cheaper
+        strategy. Known for `jnp.square`, `jnp.abs`, `jnp.sign` and `pg.power(p)`. Wrongly said to be
+        True it gives wrong results.
+
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, pg.Mean(jnp.square))(jnp.float32(1), jnp.array([1.0, 3.0]))
+    Array(5., dtype=float32)
+    """
+
+    phi: Callable[[jax.Array], jax.Array] | None = None
+    _: dataclasses.KW_ONLY
+    per: str = "example"
+    factorable: bool | None = None
+
+    def __post_init__(self) -> None:
+        _per_example(self.per)
+        if self.phi is not None and not callable(self.phi):
+            raise ArgumentError(
+                f"phi must be an elementwise function such as jnp.square, not {self.phi!r}."
+            )
+
+    @property
+    def is_factorable(self) -> bool:
+        if self.factorable is not None:
+            return self.factorable
+        return (
+            self.phi is None
+            or isinstance(self.phi, Power)
+            or any(self.phi is known for known in FACTORABLE)
+        )
+
+    def apply(self, g: jax.Array) -> jax.Array:
+        """`phi(g)` in the dtype that sums are kept in."""
+        dtype = accumulation_dtype(g.dtype)
+        g = g.astype(dtype)
+        if self.phi is None:
+            return g
+        out = self.phi(g)
+        if jnp.shape(out) != g.shape:
+            raise ArgumentError(
+                f"{self!r}: phi must be elementwise, but it turned the shape {g.shape} into "
+                f"{jnp.shape(out)}. For other reductions use pg.Fold."
+            )
+        return jnp.asarray(out).astype(dtype)
+
+    def init(self, like: Shaped) -> State:
+        return jnp.zeros(like.shape, accumulation_dtype(like.dtype))
+
+    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
+        return state + weigh(self.apply(g), w)
+
+    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+        return state + jnp.sum(weigh(self.apply(gs), w), axis=0)
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        mean = state / count.astype(state.dtype)
+        return mean.astype(like.dtype) if self.phi is None else mean
+
+    def __repr__(self) -> str:
+        phi = "" if self.phi is None else getattr(self.phi, "__name__", repr(self.phi))
+        said = "" if self.factorable is None else f"factorable={self.factorable}"
+        return f"Mean({', '.join(filter(None, [phi, said]))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Variance(Accumulator):
+    """The unbiased variance of each coordinate over the examples, `sum (g - mean)^2 / (count - 1)`.
+
+    Shaped like the parameters, never negative, and accurate when the mean is 10^4 times the
+    deviation: every gradient is centred before it is squared (Welford 1962), and groups are merged by
+    their means (Chan, Golub and LeVeque 1979).
+
+    One example has no variance. A batch of one is refused; so are weights that add up to 1 or less,
+    where they can be seen. Under `jit` they cannot, and there the result is NaN.
+
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, pg.Variance())(jnp.float32(1), jnp.array([1.0, 3.0]))
+    Array(2., dtype=float32)
+    """
+
+    _: dataclasses.KW_ONLY
+    per: str = "example"
+
+    def __post_init__(self) -> None:
+        _per_example(self.per)
+
+    def init(self, like: Shaped) -> State:
+        dtype = accumulation_dtype(like.dtype)
+        zeros = jnp.zeros(like.shape, dtype)
+        return jnp.zeros((), dtype), zeros, zeros
+
+    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
+        # count' = count + w,  d = g - mean,  mean' = mean + d w / count'
+        # M2'    = M2 + w d (g - mean')
+        count, mean, m2 = state
+        g = g.astype(mean.dtype)
+        w = jnp.ones((), mean.dtype) if w is None else w.astype(mean.dtype)
+        count = count + w
+        d = g - mean
+        new_mean = mean + jnp.where(w > 0, d * (w / jnp.maximum(count, w)), 0)
+        return count, new_mean, m2 + weigh(d * (g - new_mean), w)
+
+    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+        gs = gs.astype(state[1].dtype)
+        count = total_weight(w, gs.shape[0], gs.dtype)
+        mean = jnp.sum(weigh(gs, w), axis=0) / _positive(count)
+        m2 = jnp.sum(weigh(jnp.square(gs - mean[None]), w), axis=0)
+        return self.merge(state, (count, mean, m2))
+
+    def merge(self, a: State, b: State) -> State:
+        # count = n_a + n_b,  d = mean_b - mean_a,  mean = mean_a + d n_b / count
+        # M2    = M2_a + M2_b + d^2 n_a n_b / count
+        (n_a, mean_a, m2_a), (n_b, mean_b, m2_b) = a, b
+        count = n_a + n_b
+        share = n_b / _positive(count)
+        d = mean_b - mean_a
+        return count, mean_a + d * share, m2_a + m2_b + jnp.square(d) * (n_a * share)
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        count, _, m2 = state
+        return jnp.where(count > 1, m2 / (count - 1), jnp.nan)
+
+    def __repr__(self) -> str:
+        return "Variance()"
+
+
+def _positive(count: jax.Array) -> jax.Array:
+    """`count`, or 1 where it is 0, to divide by."""
+    return jnp.where(count > 0, count, jnp.ones_like(count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Individual(Accumulator):
+    """The gradients themselves, with the example axis in front, whatever their weights."""
+
+    def init(self, like: Shaped) -> State:
+        return jnp.zeros((0, *like.shape), like.dtype)
+
+    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+        return jnp.concatenate([state, gs])
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold(Accumulator):
+    """Any reduction of a parameter's per-example gradients, in the order of the batch.
+
+    `init(zeros)` makes a parameter's state from zeros like it, `update(state, gradient)` takes in one
+    example's gradient, `finish(state)` makes the result, by default the state itself. An example of
+    weight 0 is passed over; any other weight counts as one.
+
+    >>> largest = pg.Fold(jnp.zeros_like, lambda s, g: jnp.maximum(s, jnp.abs(g)))
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, largest)(jnp.float32(1), jnp.array([1.0, -3.0]))
+    Array(3., dtype=float32)
+    """
+
+    init_state: Callable[[jax.Array], Any]
+    update: Callable[[Any, jax.Array], Any]
+    finish_state: Callable[[Any], Any] | None = None
+
+    def __init__(
+        self,
+        init: Callable[[jax.Array], Any],
+        update: Callable[[Any, jax.Array], Any],
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        for name, function in {"init": init, "update": update, "finish": finish}.items():
+            if not callable(function) and not (name == "finish" and function is None):
+                raise ArgumentError(f"Fold: {name} must be a function, not {function!r}.")
+        object.__setattr__(self, "init_state", init)
+        object.__setattr__(self, "update", update)
+        object.__setattr__(self, "finish_state", finish)
+
+    def init(self, like: Shaped) -> State:
+        state = self.init_state(jnp.zeros(like.shape, like.dtype))
+        return jax.tree.map(jnp.asarray, state)
+
+    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
+        new = self.update(state, g)
+        old_types, new_types = (
+            jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (state, new)
+        )
+        if old_types != new_types:
+            raise ArgumentError(
+                "Fold: update must return a state like the one that init made, of the same tree, "
+                f"shapes and dtypes. init: {old_types}; update: {new_types}."
+            )
+        if w is None:
+            return new
+        return jax.tree.map(lambda n, s: jnp.where(w > 0, n, s), new, state)
+
+    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+        return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        return state if self.finish_state is None else self.finish_state(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss(Statistic):
+    """Each example's loss, shape [B], whatever its weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Count(Statistic):
+    """The number of examples, the sum of their weights."""

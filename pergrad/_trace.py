@@ -1,0 +1,145 @@
+"""Step 1: a loss becomes the gradient program of one example.
+
+The program is flat: calls are inlined by tracing them again (equal sub-programs share variables, so
+pasting their equations would not do), and equations that no output needs are gone. What is left is
+a list of equations that the next step can walk through.
+
+`remat` must keep its recomputation. Its lowering is a barrier on the arguments and then the body,
+and that is how it is inlined here: the body follows an `optimization_barrier` on the arguments, which
+ties the recomputation to the cotangents, so XLA neither merges it with the forward pass nor runs it
+early.
+
+`custom_jvp` and `custom_vjp` calls that are left in a gradient program belong to nothing that was
+differentiated. They stay calls, so that a user who differentiates the statistics still gets their
+rules; only one that a gradient itself passes through is looked into (`look_into`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import primitives
+
+from pergrad import _compat
+from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+
+Inline = Callable[[JaxprEqn, Sequence[Any], "InlineTable"], list[Any]]
+InlineTable = dict[Primitive, Inline]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The gradient program of one example.
+
+    Its inputs are the parameters, then what belongs to the example; all that is the same for every
+    call of the loss is a constant. Its outputs are the loss, the leaves of `aux`, the gradients.
+    """
+
+    jaxpr: Jaxpr
+    consts: list[Any]
+    params: tuple[Var, ...]
+    example: tuple[Var, ...]
+    value: Atom
+    aux: tuple[Atom, ...]
+    grads: tuple[Atom, ...]
+    aux_tree: Any
+
+
+def trace(
+    fun: Callable[..., Any], params: Sequence[Any], example: Sequence[Any], has_aux: bool
+) -> Program:
+    """Traces `fun(params, example)`, both flat lists, and its gradient for `params`."""
+
+    def value_aux_grads(params: Sequence[Any], example: Sequence[Any]) -> tuple[Any, Any, Any]:
+        out, grads = jax.value_and_grad(fun, has_aux=has_aux)(params, example)
+        value, aux = out if has_aux else (out, None)
+        return value, aux, grads
+
+    nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(params, example)
+    aux_leaves, aux_tree = jax.tree.flatten(aux_shape)
+    return _flatten(nested, len(params), len(aux_leaves), aux_tree, CALLS)
+
+
+def look_into(program: Program, calls: Sequence[JaxprEqn]) -> Program:
+    """The same program with these `custom_jvp` and `custom_vjp` calls inlined."""
+    chosen = {id(eqn) for eqn in calls}
+
+    def inline_if_chosen(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+        if id(eqn) in chosen:
+            return CUSTOM_CALLS[eqn.primitive](eqn, args, table)
+        return _compat.bind(eqn, args)
+
+    closed = ClosedJaxpr(program.jaxpr, program.consts)
+    table = CALLS | dict.fromkeys(CUSTOM_CALLS, inline_if_chosen)
+    return _flatten(closed, len(program.params), len(program.aux), program.aux_tree, table)
+
+
+def _flatten(
+    nested: ClosedJaxpr, n_params: int, n_aux: int, aux_tree: Any, table: InlineTable
+) -> Program:
+    flat = jax.make_jaxpr(lambda *args: _inline(nested.jaxpr, nested.consts, args, table))(
+        *[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in nested.in_avals]
+    )
+    jaxpr = _compat.drop_dead_code(flat.jaxpr)
+    return Program(
+        jaxpr=jaxpr,
+        consts=flat.consts,
+        params=tuple(jaxpr.invars[:n_params]),
+        example=tuple(jaxpr.invars[n_params:]),
+        value=jaxpr.outvars[0],
+        aux=tuple(jaxpr.outvars[1 : 1 + n_aux]),
+        grads=tuple(jaxpr.outvars[1 + n_aux :]),
+        aux_tree=aux_tree,
+    )
+
+
+def _inline(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], table: InlineTable
+) -> list[Any]:
+    env: dict[Var, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+    )
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inline = table.get(eqn.primitive)
+        ins = [read(v) for v in eqn.invars]
+        outs = inline(eqn, ins, table) if inline else _compat.bind(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _inline_call(body: str) -> Inline:
+    """For a call that means what the program in its parameter `body` means."""
+
+    def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+        called = eqn.params[body]
+        if isinstance(called, ClosedJaxpr):
+            return _inline(called.jaxpr, called.consts, args, table)
+        return _inline(called, (), args, table)
+
+    return inline
+
+
+def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    guarded = _compat.remat_barriers(eqn)
+    behind = iter(lax.optimization_barrier([a for a, g in zip(args, guarded, strict=True) if g]))
+    args = [next(behind) if g else a for a, g in zip(args, guarded, strict=True)]
+    return _inline(eqn.params["jaxpr"], (), args, table)
+
+
+CALLS: InlineTable = {
+    primitives.jit_p: _inline_call("jaxpr"),
+    primitives.closed_call_p: _inline_call("call_jaxpr"),
+    _compat.remat_p: _inline_remat,
+}
+CUSTOM_CALLS: InlineTable = {
+    primitives.custom_jvp_call_p: _inline_call("call_jaxpr"),
+    primitives.custom_vjp_call_p: _inline_call("call_jaxpr"),
+}

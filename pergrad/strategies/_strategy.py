@@ -1,0 +1,57 @@
+"""What every strategy has."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from pergrad._statistics import Accumulator, State, total_weight
+from pergrad._tail import Tail
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """What a tail is reduced over.
+
+    `size` examples, their weights [size] or None for ones, the tail's factors as [size, ...] and its
+    constants as they are.
+    """
+
+    size: int
+    weights: jax.Array | None
+    factors: list[jax.Array]
+    constants: list[jax.Array]
+
+    def count(self, dtype: Any) -> jax.Array:
+        return total_weight(self.weights, self.size, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One statistic to feed with the gradients of one of the tail's parameters.
+
+    `grad` says which, `start` is the state so far.
+    """
+
+    grad: int
+    statistic: Accumulator
+    start: State
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy(abc.ABC):
+    """A way to feed statistics with the gradients that a tail gives for many examples."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
+        """Why the strategy cannot give this statistic, or None if it can."""
+
+    @abc.abstractmethod
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
+        """The new state of every job."""

@@ -1,0 +1,71 @@
+"""One more matrix product for every statistic E[phi(g)] with phi(ab) = phi(a) phi(b).
+
+The tail must be one outer product g = x d^T per example, followed by steps that only move entries or
+multiply them by numbers. Then
+
+    sum_i w_i phi(g_i) = sum_i w_i phi(x_i) phi(d_i)^T = phi(X)^T diag(w) phi(D),
+
+a product over the examples, and phi(c g) = phi(c) phi(g) for a number c.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._compat import JaxprEqn, Literal
+from pergrad._eval import evaluate_wide, read
+from pergrad._statistics import Accumulator, Mean, State
+from pergrad._steps import STEPS
+from pergrad._tail import Tail
+from pergrad.strategies._strategy import Examples, Job, Strategy
+from pergrad.terms import Product
+
+
+@dataclasses.dataclass(frozen=True)
+class Factored(Strategy):
+    name = "factored"
+
+    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
+        if not isinstance(statistic, Mean):
+            return "not a mean"
+        if not statistic.is_factorable:
+            return "phi is not known to be factorable"
+        if len(tail.terms) != 1 or not isinstance(tail.terms[0], Product):
+            return "not a single product"
+        if tail.terms[0].contributions != 1:
+            return "sums over positions"
+        if len(tail.grads) != 1 or any(STEPS[s.primitive].family == "mix" for s in tail.steps):
+            return "mixes entries after the product"
+        return None
+
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
+        return [job.start + self._sum(tail, job.statistic, examples) for job in jobs]
+
+    def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
+        (product,) = tail.terms
+        assert isinstance(product, Product)
+        phi = mean.apply if mean.phi is not None else lambda x: x
+        env = tail.env(examples.factors, examples.constants)
+        env[product.out] = product.sum_of(phi, env, examples.weights)
+        on_the_way = {product.out, *(v for step in tail.steps for v in step.outvars)}
+        for step in tail.steps:
+            if STEPS[step.primitive].family == "scale":
+                is_number = [isinstance(v, Literal) or v not in on_the_way for v in step.invars]
+                numbers = [read(env, v) for v, n in zip(step.invars, is_number, strict=True) if n]
+                x = read(env, step.invars[is_number.index(False)])
+                env[step.outvars[0]] = x * mean.apply(_number(step, numbers, x.dtype))
+            else:
+                evaluate_wide([step], env)
+        return read(env, tail.grads[0])
+
+
+def _number(step: JaxprEqn, numbers: list[Any], dtype: Any) -> jax.Array:
+    """The number c that a scaling step multiplies by."""
+    number = STEPS[step.primitive].number
+    assert number is not None
+    return jnp.asarray(number(jnp.asarray(numbers[0], dtype) if numbers else None), dtype)

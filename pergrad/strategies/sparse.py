@@ -1,0 +1,94 @@
+"""Statistics of lookups from the rows that were looked up, never from the whole table.
+
+With v_ir the rows of example i, k_ir their places in the table (equal places added up first) and
+n = sum_i w_i, the rows of a table that an example did not touch have the gradient 0, so
+
+    sum_i w_i phi(g_i)[k]    = n phi(0) + sum over rows with k_ir = k of w_i (phi(v_ir) - phi(0))
+    sum_i w_i (g_i[k] - m)^2 = (n - t) m^2 + sum over rows with k_ir = k of w_i (v_ir - m)^2
+
+with m the mean of g_i[k] and t the weight of the examples that touch k. No difference of large numbers
+appears in the second, and neither can be told from the dense computation but by its cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._eval import evaluate_wide, read
+from pergrad._statistics import Accumulator, Mean, State, Variance, weigh
+from pergrad._steps import STEPS
+from pergrad._tail import Tail
+from pergrad.strategies._strategy import Examples, Job, Strategy
+from pergrad.terms import Lookup
+from pergrad.terms.scatter import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse(Strategy):
+    name = "sparse"
+
+    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
+        if not isinstance(statistic, (Mean, Variance)):
+            return "needs the whole gradient"
+        if len(tail.terms) != 1 or not isinstance(tail.terms[0], Lookup):
+            return "not a single lookup"
+        if len(tail.grads) != 1 or any(STEPS[s.primitive].family != "move" for s in tail.steps):
+            return "mixes or scales entries after the lookup"
+        if isinstance(statistic, Mean) and not _is_finite_at_zero(statistic):
+            return "phi(0) is not known to be finite"
+        return tail.terms[0].why_not_rows()
+
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
+        (lookup,) = tail.terms
+        assert isinstance(lookup, Lookup)
+        rows, w = lookup.rows(tail.env(examples.factors, examples.constants)), examples.weights
+        n = examples.count(rows.values.dtype)
+
+        means = list(dict.fromkeys(j.statistic for j in jobs if isinstance(j.statistic, Mean)))
+        if any(isinstance(job.statistic, Variance) for job in jobs):
+            means = list(dict.fromkeys([*means, Mean()]))
+        zero = jnp.zeros((), rows.values.dtype)
+        columns = [weigh(mean.apply(rows.values) - mean.apply(zero), w) for mean in means]
+        table = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
+        sums = {mean: table[i] + n * mean.apply(zero) for i, mean in enumerate(means)}
+
+        states = []
+        for job in jobs:
+            if isinstance(job.statistic, Variance):
+                mean = sums[Mean()] / jnp.maximum(n, jnp.finfo(n.dtype).tiny)
+                m2 = _squares_around(mean, lookup, rows, w, n)
+                mean, m2 = (_moved(tail, lookup, x) for x in (mean, m2))
+                states.append(job.statistic.merge(job.start, (n, mean, m2)))
+            else:
+                states.append(job.start + _moved(tail, lookup, sums[job.statistic]))
+        return states
+
+
+def _squares_around(
+    mean: jax.Array, lookup: Lookup, rows: Rows, w: jax.Array | None, n: jax.Array
+) -> jax.Array:
+    first = rows.first.reshape(*rows.first.shape, *(1,) * (rows.values.ndim - 2))
+    apart = jnp.square(rows.values - lookup.at(mean, rows.keys))
+    apart = weigh(jnp.where(first, apart, 0), w)
+    touched = weigh(jnp.broadcast_to(first.astype(apart.dtype), apart.shape), w)
+    m2, t = lookup.to_table(rows.keys, jnp.stack([apart, touched], axis=2))
+    return m2 + jnp.maximum(n - t, 0) * jnp.square(mean)
+
+
+def _moved(tail: Tail, lookup: Lookup, table: jax.Array) -> jax.Array:
+    """The table after the tail's steps, which move entries and so commute with any phi."""
+    env = {lookup.out: table}
+    evaluate_wide(tail.steps, env)
+    return read(env, tail.grads[0])
+
+
+def _is_finite_at_zero(mean: Mean) -> bool:
+    try:
+        with jax.ensure_compile_time_eval():
+            return bool(jnp.isfinite(mean.apply(jnp.zeros((), jnp.float32))))
+    except jax.errors.JAXTypeError:  # phi closes over a traced value
+        return False

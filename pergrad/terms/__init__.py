@@ -1,0 +1,26 @@
+"""Terms: the sums over positions at which a gradient program is cut, one file a kind.
+
+`TERMS` is the registry: for a primitive, how an equation of it is recognised as a term, given which of
+its operands vary from example to example. Without any entry every gradient is a `Total`, formed for
+each example: an entry can only make things cheaper.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+
+from jax.extend.core import primitives
+
+from pergrad._compat import JaxprEqn, Primitive, Var
+from pergrad.terms._term import Term as Term
+from pergrad.terms.product import Product as Product
+from pergrad.terms.scatter import Lookup as Lookup
+from pergrad.terms.scatter import Scatter as Scatter
+from pergrad.terms.scatter import Slice as Slice
+from pergrad.terms.total import Total as Total
+
+Match = Callable[[JaxprEqn, Collection[int], Mapping[Var, JaxprEqn]], Term | None]
+
+TERMS: dict[Primitive, Match] = {
+    primitives.dot_general_p: Product.match,
+    primitives.dynamic_update_slice_p: Slice.match,
+    primitives.scatter_add_p: Scatter.match,
+}

@@ -1,0 +1,46 @@
+"""What every kind of term has."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+
+from pergrad._compat import JaxprEqn, Var
+from pergrad._eval import Env, evaluate
+
+
+@dataclasses.dataclass(frozen=True)
+class Term(abc.ABC):
+    """A sum over the positions of one example: where the gradient program is cut.
+
+    `out` is the sum, `factors` is what it is made of, as far as that differs from example to example.
+    """
+
+    kind: ClassVar[str]
+
+    eqn: JaxprEqn | None
+    out: Var
+    factors: tuple[Var, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers one example's term has."""
+        return math.prod(self.out.aval.shape)
+
+    @property
+    def contributions(self) -> int:
+        """How many contributions are added up in one example; 1 for an outer product."""
+        return 1
+
+    def form(self, env: Env) -> None:
+        """Adds one example's term to `env`, which holds the factors."""
+        if self.eqn is not None:
+            evaluate([self.eqn], env)
+
+    @abc.abstractmethod
+    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
+        """The term's weighted mean over examples, from factors [B, ...]; float32 at least."""

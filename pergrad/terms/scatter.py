@@ -1,0 +1,253 @@
+"""A scatter-add at places that differ from example to example: the gradient of a lookup.
+
+For one example with N lookups of rows k_1, ..., k_N of a table and their cotangents U_1, ..., U_N,
+
+    g[k] = sum over n with k_n = k of U_n,
+
+so of all rows of g at most N are not zero. `rows` brings an example into that form, with equal k
+added up: as many rows as lookups, of which the first of every k holds the sum and the others are
+empty. From there an elementwise statistic costs N rows per example and never the table.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import primitives
+
+from pergrad._compat import Atom, JaxprEqn, Literal, Var
+from pergrad._eval import Env, read
+from pergrad._statistics import accumulation_dtype, weigh
+from pergrad.terms._term import Term
+
+
+class Rows(NamedTuple):
+    """What is not zero in B examples' gradients: `values` [B, N, ...], `keys` and `first` [B, N].
+
+    A key counts through the table's indexed axes; a lookup outside the table has the key `table`.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    first: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup(Term):
+    """A gradient that is zero outside of the rows that an example looked up."""
+
+    eqn: JaxprEqn
+    onto_zeros: bool
+
+    @property
+    @abc.abstractmethod
+    def indexed(self) -> tuple[int, ...]:
+        """The axes of the table that are looked up along; the others make up a row."""
+
+    @abc.abstractmethod
+    def why_not_rows(self) -> str | None:
+        """Why the term cannot be written as `Rows`, or None if it can."""
+
+    @abc.abstractmethod
+    def keys_and_values(self, env: Env) -> tuple[jax.Array, jax.Array]:
+        """Keys [B, N] and cotangents [B, N, row] of all lookups, equal keys not yet added up."""
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        return tuple(a for a in range(len(self.out.aval.shape)) if a not in self.indexed)
+
+    @property
+    def table(self) -> int:
+        """How many rows there are."""
+        return math.prod(self.sizes(self.indexed))
+
+    def sizes(self, axes: Collection[int]) -> tuple[int, ...]:
+        return tuple(self.out.aval.shape[a] for a in axes)
+
+    def rows(self, env: Env) -> Rows:
+        """The rows of all examples, whose factors in `env` are [B, ...]."""
+        keys, values = self.keys_and_values(env)
+        slots = jax.vmap(_first_of_equals)(keys)
+        values = jax.vmap(lambda v, slot: jnp.zeros_like(v).at[slot].add(v))(values, slots)
+        return Rows(keys, values, slots == jnp.arange(keys.shape[1])[None])
+
+    def to_table(self, keys: jax.Array, values: jax.Array) -> jax.Array:
+        """Adds up `values` [B, N, S, row] at their keys: S arrays shaped like the term, in front."""
+        size, n, s, *row = values.shape
+        table = jnp.zeros((self.table, s, *row), values.dtype)
+        table = table.at[keys.reshape(-1)].add(values.reshape(size * n, s, *row), mode="drop")
+        table = jnp.moveaxis(table, 1, 0).reshape(s, *self.sizes(self.indexed), *row)
+        return table.transpose(0, *_shift(np.argsort([*self.indexed, *self.window])))
+
+    def at(self, table: jax.Array, keys: jax.Array) -> jax.Array:
+        """The rows of an array shaped like the term, for every key: [B, N, row]."""
+        table = table.transpose(*self.indexed, *self.window)
+        table = table.reshape(self.table, *self.sizes(self.window))
+        return table.at[keys].get(mode="fill", fill_value=0)
+
+    def keys(self, indices: Sequence[jax.Array]) -> jax.Array:
+        """The key of every lookup from its index along each of the indexed axes."""
+        keys, inside = jnp.zeros((), jnp.int32), jnp.ones((), bool)
+        for index, size in zip(indices, self.sizes(self.indexed), strict=True):
+            keys = keys * size + index.astype(jnp.int32)
+            inside = inside & (index >= 0) & (index < size)
+        return jnp.where(inside, keys, self.table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter(Lookup):
+    """`scatter-add`, what indexing, `take` and `take_along_axis` leave behind."""
+
+    kind = "scatter"
+
+    @staticmethod
+    def match(
+        eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
+    ) -> Scatter | None:
+        operand, indices, _ = range(3)
+        if operand in varying or indices not in varying:
+            return None
+        return Scatter(
+            eqn, eqn.outvars[0], _distinct(eqn, varying), _is_zero(eqn.invars[0], made_by)
+        )
+
+    @property
+    def contributions(self) -> int:
+        return math.prod(self.eqn.invars[1].aval.shape[:-1])
+
+    @property
+    def indexed(self) -> tuple[int, ...]:
+        return self.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+
+    def why_not_rows(self) -> str | None:
+        dims, updates = self.eqn.params["dimension_numbers"], self.eqn.invars[2].aval.shape
+        if not self.onto_zeros:
+            return "the scatter adds to something"
+        if dims.operand_batching_dims:
+            return "the lookup has batching axes"
+        if set(dims.inserted_window_dims) != set(self.indexed):
+            return "a lookup takes more than one row"
+        if tuple(updates[a] for a in dims.update_window_dims) != self.sizes(self.window):
+            return "a lookup takes parts of rows"
+        if self.table >= np.iinfo(np.int32).max:
+            return "the table has more rows than an int32 counts"
+        return None
+
+    def keys_and_values(self, env: Env) -> tuple[jax.Array, jax.Array]:
+        indices, updates = self._read(env)
+        size, n = indices.shape[0], self.contributions
+        window = _shift(self.eqn.params["dimension_numbers"].update_window_dims)
+        lookups = tuple(a for a in range(updates.ndim) if a not in window)
+        values = updates.transpose(*lookups, *window).reshape(size, n, *self.sizes(self.window))
+        along = [indices[..., k].reshape(size, n) for k in range(len(self.indexed))]
+        if self.eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+            along = [jnp.clip(i, 0, s - 1) for i, s in zip(along, self.sizes(self.indexed))]
+        return self.keys(along), values
+
+    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
+        # The examples are one more axis of lookups.
+        indices, updates = self._read(env)
+        operand = read(env, self.eqn.invars[0]).astype(updates.dtype)
+        updates = weigh(updates, w) / count.astype(updates.dtype)
+        dims = self.eqn.params["dimension_numbers"]
+        dims = dims._replace(
+            update_window_dims=_shift(dims.update_window_dims),
+            scatter_indices_batching_dims=_shift(dims.scatter_indices_batching_dims),
+        )
+        return lax.scatter_add(operand, indices, updates, dims, mode=self.eqn.params["mode"])
+
+    def _read(self, env: Env) -> tuple[jax.Array, jax.Array]:
+        """Indices and updates with the example axis in front, updates in float32 at least."""
+        _, indices, updates = (read(env, v) for v in self.eqn.invars)
+        if self.eqn.invars[2] not in self.factors:
+            updates = jnp.broadcast_to(updates[None], (indices.shape[0], *updates.shape))
+        return indices, updates.astype(accumulation_dtype(self.out.aval.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice(Lookup):
+    """`dynamic_update_slice` onto zeros, what `dynamic_slice` leaves behind: lookups next to each other."""
+
+    kind = "slice"
+
+    @staticmethod
+    def match(
+        eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
+    ) -> Slice | None:
+        table, part, *_ = (v.aval.shape for v in eqn.invars)
+        moves = any(i >= 2 for i in varying) and table != part
+        if not moves or not _is_zero(eqn.invars[0], made_by):
+            return None
+        return Slice(eqn, eqn.outvars[0], _distinct(eqn, varying), True)
+
+    @property
+    def contributions(self) -> int:
+        return math.prod(self.eqn.invars[1].aval.shape[a] for a in self.indexed)
+
+    @property
+    def indexed(self) -> tuple[int, ...]:
+        table, part = self.out.aval.shape, self.eqn.invars[1].aval.shape
+        return tuple(a for a in range(len(table)) if part[a] != table[a])
+
+    def why_not_rows(self) -> str | None:
+        if self.table >= np.iinfo(np.int32).max:
+            return "the table has more rows than an int32 counts"
+        return None
+
+    def keys_and_values(self, env: Env) -> tuple[jax.Array, jax.Array]:
+        _, part, *starts = (read(env, v) for v in self.eqn.invars)
+        in_front = lambda x, v: x if v in self.factors else jnp.asarray(x)[None]
+        part = in_front(part, self.eqn.invars[1])
+        size = env[self.factors[0]].shape[0]
+        table_shape, part_shape = self.out.aval.shape, self.eqn.invars[1].aval.shape
+        places = np.indices([part_shape[a] for a in self.indexed]).reshape(len(self.indexed), -1)
+        along = []
+        for a, place in zip(self.indexed, places, strict=True):
+            start = in_front(starts[a], self.eqn.invars[2 + a])
+            start = jnp.clip(start, 0, table_shape[a] - part_shape[a]).astype(jnp.int32)
+            along.append(start[:, None] + place[None].astype(np.int32))
+        values = part.transpose(0, *_shift(self.indexed), *_shift(self.window))
+        values = values.reshape(values.shape[0], self.contributions, *self.sizes(self.window))
+        values = values.astype(accumulation_dtype(values.dtype))
+        keys = jnp.broadcast_to(self.keys(along), (size, self.contributions))
+        return keys, jnp.broadcast_to(values, (size, *values.shape[1:]))
+
+    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
+        keys, values = self.keys_and_values(env)
+        values = weigh(values, w) / count.astype(values.dtype)
+        return self.to_table(keys, values[:, :, None])[0]
+
+
+def _distinct(eqn: JaxprEqn, varying: Collection[int]) -> tuple[Var, ...]:
+    return tuple(dict.fromkeys(v for i, v in enumerate(eqn.invars) if i in varying))
+
+
+def _shift(axes: Collection[int]) -> tuple[int, ...]:
+    """The same axes, behind the example axis."""
+    return tuple(int(a) + 1 for a in axes)
+
+
+def _is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
+    if isinstance(atom, Literal):
+        return bool(np.all(np.asarray(atom.val) == 0))
+    eqn = made_by.get(atom)
+    is_broadcast = eqn is not None and eqn.primitive is primitives.broadcast_in_dim_p
+    return is_broadcast and _is_zero(eqn.invars[0], made_by)
+
+
+def _first_of_equals(keys: jax.Array) -> jax.Array:
+    """For each entry of `keys` [N] the place of the first entry equal to it."""
+    n = keys.shape[0]
+    order = jnp.argsort(keys, stable=True)
+    ordered = keys[order]
+    new = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    start = lax.cummax(jnp.where(new, jnp.arange(n), 0))
+    return jnp.zeros(n, order.dtype).at[order].set(order[start])

@@ -1,0 +1,40 @@
+"""A plain sum over positions (a bias, a norm's scale), and any value that no rule takes apart.
+
+The sum stays in the backbone, where it is formed for every example: it is smaller than what it sums.
+So the term is the value itself, and its only factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import primitives
+
+from pergrad._compat import JaxprEqn, Var
+from pergrad._eval import Env
+from pergrad._statistics import accumulation_dtype, weigh
+from pergrad.terms._term import Term
+
+
+@dataclasses.dataclass(frozen=True)
+class Total(Term):
+    """`made_by` is the equation of the backbone that makes the value, if there is one."""
+
+    kind = "sum"
+
+    made_by: JaxprEqn | None = None
+
+    @staticmethod
+    def of(value: Var, made_by: JaxprEqn | None) -> Total:
+        return Total(None, value, (value,), made_by)
+
+    @property
+    def is_sum(self) -> bool:
+        return self.made_by is not None and self.made_by.primitive is primitives.reduce_sum_p
+
+    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
+        value = env[self.out].astype(accumulation_dtype(self.out.aval.dtype))
+        total = jnp.sum(weigh(value, w), axis=0)
+        return total / count.astype(total.dtype)
