@@ -79,7 +79,7 @@ def value_and_stats(
         call = Call(request, args, kwargs)
         weights = call.check_weights(example_weights)
         cut, plan = call.prepare()
-        outcome = run(cut, plan, call.params, call.examples(), weights)
+        outcome = run(cut, plan, call.params, call.examples(), call.shares(weights))
         return call.assemble(cut, plan, outcome, weights)
 
     return stats_fn

@@ -24,8 +24,8 @@ from pergrad._statistics import (
     Loss,
     Statistic,
     Variance,
+    Weights,
     accumulation_dtype,
-    total_weight,
     weigh,
 )
 from pergrad._trace import trace
@@ -73,16 +73,12 @@ class Request:
             )
         names = ["auto", *(s.name for s in STRATEGIES)]
         if self.strategy not in names:
-            raise ArgumentError(
-                f"strategy must be one of {', '.join(names)}; not {self.strategy!r}."
-            )
+            raise ArgumentError(f"strategy must be one of {', '.join(names)}; not {self.strategy!r}.")
 
     def _check_statistics(self) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(self.stats)
         if not leaves:
-            raise ArgumentError(
-                "stats is empty: ask for something, for example {'mean': pg.Mean()}."
-            )
+            raise ArgumentError("stats is empty: ask for something, for example {'mean': pg.Mean()}.")
         for path, leaf in leaves:
             if not isinstance(leaf, Statistic):
                 where = f"stats{jax.tree_util.keystr(path)}"
@@ -216,6 +212,16 @@ class Call:
             self._check_variance(float(values.sum()))
         return weights
 
+    def count(self, weights: jax.Array | None) -> jax.Array:
+        """The number of examples, counted with their weights."""
+        if weights is None:
+            return jnp.asarray(self.size, jnp.result_type(float))
+        return jnp.sum(weights)
+
+    def shares(self, weights: jax.Array | None) -> Weights:
+        """Each example's share of the batch."""
+        return 1 / self.size if weights is None else weights / self.count(weights)
+
     def _check_variance(self, count: float) -> None:
         if count <= 1 and any(isinstance(s, Variance) for s in self.request.accumulators):
             raise ArgumentError(
@@ -231,9 +237,7 @@ class Call:
         """Steps 1 to 3."""
         self._check_variance(self.size)
         example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
-        program = trace(
-            self._one_example, self.params, [*example, *self.keys], self.request.has_aux
-        )
+        program = trace(self._one_example, self.params, [*example, *self.keys], self.request.has_aux)
         request = self.request
         parts = cut(program)
         plan = make_plan(
@@ -282,7 +286,7 @@ class Call:
 
     def assemble(self, parts: Cut, plan: Plan, outcome: Outcome, w: jax.Array | None) -> Any:
         """The results of `value_and_stats`, from what the run returned."""
-        count = total_weight(w, self.size, jnp.result_type(float))
+        count = self.count(w)
         states = {
             (tail_plan.tail.params[k], statistic): state
             for tail_plan, own in zip(plan.tails, outcome.states, strict=True)
@@ -302,8 +306,8 @@ class Call:
             return count
 
         dtype = outcome.losses.dtype
-        losses = weigh(outcome.losses.astype(accumulation_dtype(dtype)), w)
-        value = (jnp.sum(losses) / count.astype(losses.dtype)).astype(dtype)
+        losses = outcome.losses.astype(accumulation_dtype(dtype))
+        value = jnp.sum(weigh(losses, self.shares(w))).astype(dtype)
         if self.request.has_aux:
             value = value, jax.tree.unflatten(parts.program.aux_tree, outcome.aux)
         return value, jax.tree.map(result, self.request.stats)

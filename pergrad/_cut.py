@@ -27,7 +27,7 @@ from pergrad._compat import Atom, JaxprEqn, Literal, Var
 from pergrad._steps import ONE_TO_ONE, STEPS
 from pergrad._tail import Tail
 from pergrad._trace import Program
-from pergrad.terms import TERMS, Term, Total
+from pergrad.terms import TERMS, Term, Total, is_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,12 @@ class _Walk:
         step = STEPS.get(eqn.primitive)
         return step is not None and step.is_linear(eqn, varying)
 
+    def adds(self, eqn: JaxprEqn) -> bool:
+        """Whether a step adds something that does not vary, other than zeros."""
+        step = STEPS[eqn.primitive]
+        added = set(step.linear_operands(eqn)) - set(self.varying_operands(eqn))
+        return not step.one_of and not all(is_zero(eqn.invars[i], self.made_by) for i in added)
+
     def _choose_cut(self, eqns: Iterable[JaxprEqn]) -> None:
         carry: dict[Var, int] = dict.fromkeys(self.terms, 0)
         for eqn in eqns:
@@ -168,7 +174,8 @@ def _make_tail(program: Program, walk: _Walk, params: tuple[int, ...], places: l
     factors = dict.fromkeys(v for term in terms for v in term.factors)
     of_terms = [v for t in terms if t.eqn for v in t.eqn.invars if not isinstance(v, Literal)]
     constants = dict.fromkeys(v for v in (*read_here, *of_terms) if v not in walk.varies)
-    return Tail(params, grads, terms, steps, tuple(factors), tuple(constants))
+    adds = any(walk.adds(eqn) for eqn in steps)
+    return Tail(params, grads, terms, steps, tuple(factors), tuple(constants), adds)
 
 
 def _needed_equations(eqns: Iterable[JaxprEqn], needed: set[Var]) -> tuple[JaxprEqn, ...]:

@@ -43,7 +43,7 @@ class Backend:
 
 BACKENDS = {
     # Measured on two cores. A batched product is a loop over products that use one core each.
-    "cpu": Backend("cpu", 6e10, 2e10, 8e9, 4e10, 4e6, 1e-5, False, 0),
+    "cpu": Backend("cpu", 2e11, 1e10, 2e10, 6e10, 6.4e7, 1e-5, False, 0),
     # Not measured. Batched products run at full rate, and loops should have few and large steps.
     "gpu": Backend("gpu", 5e13, 5e13, 1e12, 1e12, 4e7, 2e-5, True, 2.56e8),
     "tpu": Backend("tpu", 1e14, 1e14, 1e12, 1e12, 1e8, 1e-5, True, 2.56e8),
@@ -73,9 +73,7 @@ class Prices:
     @property
     def gradient(self) -> float:
         """g: bytes of one example's gradients, kept wide."""
-        return sum(
-            _cost.size(g) * accumulation_dtype(g.aval.dtype).itemsize for g in self.tail.grads
-        )
+        return sum(_cost.size(g) * accumulation_dtype(g.aval.dtype).itemsize for g in self.tail.grads)
 
     @property
     def factors(self) -> float:
@@ -103,7 +101,7 @@ class Prices:
     def seconds_of_joining(self) -> float:
         """The price of feeding one more statistic where gradients are formed anyway."""
         g = self.gradient
-        return self._memory(self.size * g * 2, at_once=g * (1 + self.statistics))
+        return self._memory(self.size * g, at_once=g * (1 + self.statistics))
 
     def temporary(self, strategy: Strategy) -> float:
         """Bytes of temporary memory."""

@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from pergrad._cut import Cut
 from pergrad._eval import evaluate, read
 from pergrad._plan import Plan, TailPlan
-from pergrad._statistics import Individual, State
+from pergrad._statistics import Individual, State, Weights
 from pergrad.strategies import Examples, Job
 
 States = list[list[State]]
@@ -39,11 +39,12 @@ class Outcome(NamedTuple):
     states: States
 
 
-def run(
-    cut: Cut, plan: Plan, params: Sequence[Any], examples: Sequence[Any], w: jax.Array | None
-) -> Outcome:
-    """Runs the plan for the leaves `examples` [B, ...] with weights `w` [B], or None for ones."""
-    empty = _empty_states(cut, plan)
+def run(cut: Cut, plan: Plan, params: Sequence[Any], examples: Sequence[Any], w: Weights) -> Outcome:
+    """Runs the plan for the leaves `examples` [B, ...].
+
+    `w` is each example's share of the batch, [B], or one number for all.
+    """
+    empty = _empty_states(plan)
     steps = math.ceil(plan.batch_size / plan.microbatch_size)
     if steps == 1:
         return _run_at_once(cut, plan, params, examples, w, empty)
@@ -53,13 +54,17 @@ def run(
     length = math.ceil(plan.batch_size / steps)
     missing = steps * length - plan.batch_size
     if missing:
-        w = jnp.ones(plan.batch_size, jnp.result_type(float)) if w is None else w
+        w = jnp.full(plan.batch_size, w) if isinstance(w, float) else w
         w = jnp.concatenate([w, jnp.zeros(missing, w.dtype)])
         examples = [jnp.concatenate([x, x[:missing]]) for x in examples]
-    xs = jax.tree.map(lambda x: x.reshape(steps, length, *x.shape[1:]), (examples, w))
+    own_weights = None if isinstance(w, float) else w
+    xs = jax.tree.map(lambda x: x.reshape(steps, length, *x.shape[1:]), (examples, own_weights))
 
     def step(states: States, xs: Any) -> tuple[States, Any]:
-        out = _run_at_once(cut, plan, params, *xs, states)
+        examples, own_weights = xs
+        out = _run_at_once(
+            cut, plan, params, examples, w if own_weights is None else own_weights, states
+        )
         # Individual gradients are not handed on but stacked, like losses.
         handed_on = _where_individual(plan, empty, out.states)
         stacked = _where_individual(plan, out.states, None)
@@ -77,11 +82,12 @@ def _run_at_once(
     plan: Plan,
     params: Sequence[Any],
     examples: Sequence[Any],
-    w: jax.Array | None,
+    w: Weights,
     starts: States,
 ) -> Outcome:
     program = cut.program
-    reducers = [_reducer(tail_plan, weighted=w is not None) for tail_plan in plan.tails]
+    shared = w if isinstance(w, float) else None
+    reducers = [_reducer(tail_plan, shared) for tail_plan in plan.tails]
 
     def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, list[Any], States]:
         env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
@@ -94,18 +100,19 @@ def _run_at_once(
         ]
         return read(env, program.value), [read(env, v) for v in program.aux], states
 
-    w = jnp.ones(examples[0].shape[0]) if w is None else w
+    w = jnp.full(examples[0].shape[0], w) if isinstance(w, float) else w
     return Outcome(*jax.vmap(one, out_axes=(0, 0, None))(examples, w))
 
 
-def _reducer(tail_plan: TailPlan, weighted: bool) -> Callable[..., list[State]]:
-    """A tail as a call that, for a batch, reduces over its examples."""
+def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[State]]:
+    """A tail as a call that, for a batch, reduces over its examples.
+
+    `shared` is the weight of all of them, or None if each has its own.
+    """
     tail = tail_plan.tail
 
     @custom_vmap
-    def reduce(
-        w: Any, factors: list[Any], constants: list[Any], starts: list[State]
-    ) -> list[State]:
+    def reduce(w: Any, factors: list[Any], constants: list[Any], starts: list[State]) -> list[State]:
         return rule(1, None, w[None], [x[None] for x in factors], constants, starts)[0]
 
     @reduce.def_vmap
@@ -122,7 +129,7 @@ def _reducer(tail_plan: TailPlan, weighted: bool) -> Callable[..., list[State]]:
                 x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
                 for x, has_axis in zip(factors, batched[1], strict=True)
             ]
-        examples = Examples(size, w if weighted else None, factors, constants)
+        examples = Examples(size, w if shared is None else shared, factors, constants)
         jobs = [Job(*job, start) for job, start in zip(tail_plan.jobs(), starts, strict=True)]
         states: list[State] = []
         for choice in tail_plan.choices:
@@ -133,7 +140,7 @@ def _reducer(tail_plan: TailPlan, weighted: bool) -> Callable[..., list[State]]:
     return reduce
 
 
-def _empty_states(cut: Cut, plan: Plan) -> States:
+def _empty_states(plan: Plan) -> States:
     return [
         [statistic.init(tail_plan.tail.grads[k].aval) for k, statistic in tail_plan.jobs()]
         for tail_plan in plan.tails

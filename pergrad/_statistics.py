@@ -5,8 +5,8 @@ in one at a time (`add`) or many at once (`add_all`), and is read out at the end
 many at once gives what taking them in one by one gives. Every strategy is written in these four
 words or, where it knows better, computes the same state in another way.
 
-Weights are counts: weight 2 is the example being there twice, weight 0 is not being there, whatever
-its gradient is (NaN too). `None` stands for ones and spares the multiplications.
+An example's weight `w` here is its share of the whole batch, so that a mean is a plain sum: a number
+if all have the same, else [B]. A share of 0 is not being there, whatever the gradient is (NaN too).
 
 States of half-precision gradients are kept in float32. `Mean()` returns the parameter's own dtype, as
 `jax.grad` does; the others return float32 (or float64), since squares of half-precision numbers
@@ -27,6 +27,7 @@ from jax import lax
 from pergrad._errors import ArgumentError
 
 State = Any
+Weights = jax.Array | float
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -48,12 +49,12 @@ class Accumulator(Statistic):
         """The state before the first gradient; `like` has a gradient's shape and dtype."""
         raise NotImplementedError
 
-    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
         """Takes in one gradient `g` with its weight `w`, a scalar."""
         raise NotImplementedError
 
-    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
-        """Takes in gradients `gs` of shape [B, ...] with their weights `w` of shape [B]."""
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
+        """Takes in gradients `gs` [B, ...] with their weights `w`, [B] or one for all."""
         raise NotImplementedError
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
@@ -64,22 +65,21 @@ class Accumulator(Statistic):
 def _per_example(per: Any) -> None:
     if per != "example":
         raise ArgumentError(
-            f"per={per!r} is not supported yet: this version has per='example' alone. "
-            "Leave `per` out."
+            f"per={per!r} is not supported yet: this version has per='example' alone. Leave `per` out."
         )
 
 
-def weigh(x: jax.Array, w: jax.Array | None) -> jax.Array:
+def weigh(x: jax.Array, w: Weights) -> jax.Array:
     """`w * x`, and 0 where the weight is 0 even if `x` is not finite. `w` has `x`'s leading axes."""
-    if w is None:
-        return x
+    if isinstance(w, float):
+        return x * w
     w = w.reshape(w.shape + (1,) * (x.ndim - w.ndim)).astype(x.dtype)
-    return jnp.where(w > 0, w * x, jnp.zeros((), x.dtype))
+    return jnp.where(w != 0, w * x, jnp.zeros((), x.dtype))
 
 
-def total_weight(w: jax.Array | None, size: int, dtype: Any) -> jax.Array:
-    """The number of examples, counted with their weights."""
-    return jnp.asarray(size, dtype) if w is None else jnp.sum(w).astype(dtype)
+def total(w: Weights, size: int) -> jax.Array | float:
+    """The sum of the weights of `size` examples."""
+    return w * size if isinstance(w, float) else jnp.sum(w)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,15 +169,14 @@ class Mean(Accumulator):
     def init(self, like: Shaped) -> State:
         return jnp.zeros(like.shape, accumulation_dtype(like.dtype))
 
-    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
         return state + weigh(self.apply(g), w)
 
-    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         return state + jnp.sum(weigh(self.apply(gs), w), axis=0)
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
-        mean = state / count.astype(state.dtype)
-        return mean.astype(like.dtype) if self.phi is None else mean
+        return state.astype(like.dtype) if self.phi is None else state
 
     def __repr__(self) -> str:
         phi = "" if self.phi is None else getattr(self.phi, "__name__", repr(self.phi))
@@ -212,44 +211,45 @@ class Variance(Accumulator):
         zeros = jnp.zeros(like.shape, dtype)
         return jnp.zeros((), dtype), zeros, zeros
 
-    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
-        # count' = count + w,  d = g - mean,  mean' = mean + d w / count'
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
+        # share' = share + w,  d = g - mean,  mean' = mean + d w / share'
         # M2'    = M2 + w d (g - mean')
-        count, mean, m2 = state
+        share, mean, m2 = state
         g = g.astype(mean.dtype)
-        w = jnp.ones((), mean.dtype) if w is None else w.astype(mean.dtype)
-        count = count + w
+        w = jnp.asarray(w, mean.dtype)
+        share = share + w
         d = g - mean
-        new_mean = mean + jnp.where(w > 0, d * (w / jnp.maximum(count, w)), 0)
-        return count, new_mean, m2 + weigh(d * (g - new_mean), w)
+        new_mean = mean + jnp.where(w != 0, d * (w / _positive(share)), 0)
+        return share, new_mean, m2 + weigh(d * (g - new_mean), w)
 
-    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         gs = gs.astype(state[1].dtype)
-        count = total_weight(w, gs.shape[0], gs.dtype)
-        mean = jnp.sum(weigh(gs, w), axis=0) / _positive(count)
+        share = jnp.asarray(total(w, gs.shape[0]), gs.dtype)
+        mean = jnp.sum(weigh(gs, w), axis=0) / _positive(share)
         m2 = jnp.sum(weigh(jnp.square(gs - mean[None]), w), axis=0)
-        return self.merge(state, (count, mean, m2))
+        return self.merge(state, (share, mean, m2))
 
     def merge(self, a: State, b: State) -> State:
-        # count = n_a + n_b,  d = mean_b - mean_a,  mean = mean_a + d n_b / count
-        # M2    = M2_a + M2_b + d^2 n_a n_b / count
-        (n_a, mean_a, m2_a), (n_b, mean_b, m2_b) = a, b
-        count = n_a + n_b
-        share = n_b / _positive(count)
+        # share = s_a + s_b,  d = mean_b - mean_a,  mean = mean_a + d s_b / share
+        # M2    = M2_a + M2_b + d^2 s_a s_b / share
+        (s_a, mean_a, m2_a), (s_b, mean_b, m2_b) = a, b
+        share = s_a + s_b
+        of_b = s_b / _positive(share)
         d = mean_b - mean_a
-        return count, mean_a + d * share, m2_a + m2_b + jnp.square(d) * (n_a * share)
+        return share, mean_a + d * of_b, m2_a + m2_b + jnp.square(d) * (s_a * of_b)
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
-        count, _, m2 = state
-        return jnp.where(count > 1, m2 / (count - 1), jnp.nan)
+        _, _, m2 = state
+        count = count.astype(m2.dtype)
+        return m2 * jnp.where(count > 1, count / (count - 1), jnp.nan)
 
     def __repr__(self) -> str:
         return "Variance()"
 
 
-def _positive(count: jax.Array) -> jax.Array:
-    """`count`, or 1 where it is 0, to divide by."""
-    return jnp.where(count > 0, count, jnp.ones_like(count))
+def _positive(share: jax.Array) -> jax.Array:
+    """`share`, or 1 where it is 0, to divide by."""
+    return jnp.where(share > 0, share, jnp.ones_like(share))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Individual(Accumulator):
     def init(self, like: Shaped) -> State:
         return jnp.zeros((0, *like.shape), like.dtype)
 
-    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         return jnp.concatenate([state, gs])
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
@@ -301,7 +301,7 @@ class Fold(Accumulator):
         state = self.init_state(jnp.zeros(like.shape, like.dtype))
         return jax.tree.map(jnp.asarray, state)
 
-    def add(self, state: State, g: jax.Array, w: jax.Array | None) -> State:
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
         new = self.update(state, g)
         old_types, new_types = (
             jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (state, new)
@@ -311,11 +311,13 @@ class Fold(Accumulator):
                 "Fold: update must return a state like the one that init made, of the same tree, "
                 f"shapes and dtypes. init: {old_types}; update: {new_types}."
             )
-        if w is None:
+        if isinstance(w, float):
             return new
         return jax.tree.map(lambda n, s: jnp.where(w > 0, n, s), new, state)
 
-    def add_all(self, state: State, gs: jax.Array, w: jax.Array | None) -> State:
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
+        if isinstance(w, float):
+            return lax.scan(lambda s, g: (self.add(s, g, w), None), state, gs)[0]
         return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:

@@ -9,8 +9,8 @@ do to them:
   applied to the number too: phi(c x) = phi(c) phi(x).
 - *mix*: linear, and no more than that, so `phi` comes after.
 
-All of them commute with the mean over the examples. (So does adding something that is the same for
-all examples, which is why the mean is taken and not the sum.)
+All of them commute with sums over the examples. A mix may also add something that is the same for all
+examples (a regulariser's gradient); then a step is linear up to that constant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pergrad._compat import JaxprEqn, Primitive
 class Step:
     """A primitive that is linear in some of its operands.
 
-    It is linear in all of `operands` (None: in all) together or, if it is a product, in `one_of` them at a time.
+    It is linear in all of `operands` together (None: all there are) or, like a product, in `one_of` them.
     `number` is a scale's c, from the operand that does not vary (None if there is none).
     """
 
@@ -40,11 +40,13 @@ class Step:
     condition: Callable[[JaxprEqn], bool] = lambda eqn: True
     number: Callable[[Any], Any] | None = None
 
+    def linear_operands(self, eqn: JaxprEqn) -> range:
+        return range(len(eqn.invars))[self.operands or slice(None)]
+
     def is_linear(self, eqn: JaxprEqn, varying: Collection[int]) -> bool:
         """Whether `eqn` is linear in its operands `varying`, given all the others."""
-        linear = range(len(eqn.invars))[self.operands or slice(None)]
         return (
-            set(varying) <= set(linear)
+            set(varying) <= set(self.linear_operands(eqn))
             and (len(varying) == 1 or not self.one_of)
             and self.condition(eqn)
         )

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pergrad._compat import Atom, JaxprEqn, Var
 from pergrad._eval import Env, evaluate, evaluate_wide, read, widen
+from pergrad._statistics import Weights
 from pergrad.terms import Term
 
 
@@ -26,7 +28,7 @@ class Tail:
 
     `params` are the indices of its parameters and `grads` their gradients. `factors` are the inputs
     that differ from example to example, `constants` those that do not. Without factors the gradient
-    is the same for every example.
+    is the same for every example. `adds` says whether the steps add something that is.
     """
 
     params: tuple[int, ...]
@@ -35,6 +37,7 @@ class Tail:
     steps: tuple[JaxprEqn, ...]
     factors: tuple[Var, ...]
     constants: tuple[Var, ...]
+    adds: bool
 
     def gradients(self, factors: Sequence[Any], constants: Sequence[Any]) -> list[jax.Array]:
         """One example's gradients, from its factors and the constants."""
@@ -48,11 +51,26 @@ class Tail:
         inputs = zip((*self.factors, *self.constants), (*factors, *constants), strict=True)
         return dict(inputs)
 
-    def mean_gradients(self, env: Env, w: jax.Array | None, count: jax.Array) -> list[jax.Array]:
-        """The mean gradients, from all examples' factors [B, ...] and the constants.
+    def summed_gradients(
+        self, factors: Sequence[Any], constants: Sequence[Any], w: Weights, total: Any
+    ) -> list[jax.Array]:
+        """The weighted sum over examples of their gradients, from factors [B, ...].
 
-        Every step commutes with the mean. float32 at least.
+        The steps commute with sums, up to what they add: steps(x) = A x + c, so that
+
+            sum_i w_i steps(x_i) = A sum_i w_i x_i + c sum_i w_i = steps(sum_i w_i x_i) + (total - 1) c
+
+        with `total` the sum of the weights and c = steps(0). float32 at least.
         """
-        env = {**env, **{term.out: term.mean(env, w, count) for term in self.terms}}
+        env = self.env(factors, constants)
+        sums = {term.out: term.sum(env, w) for term in self.terms}
+        grads = self._wide_steps(env | sums)
+        if not self.adds:
+            return grads
+        zeros = {v: jnp.zeros(x.shape, x.dtype) for v, x in sums.items()}
+        offsets = self._wide_steps(env | zeros)
+        return [g + (total - 1) * c for g, c in zip(grads, offsets, strict=True)]
+
+    def _wide_steps(self, env: Env) -> list[jax.Array]:
         evaluate_wide(self.steps, env)
         return [widen(read(env, g)) for g in self.grads]

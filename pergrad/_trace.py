@@ -97,12 +97,8 @@ def _flatten(
     )
 
 
-def _inline(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], table: InlineTable
-) -> list[Any]:
-    env: dict[Var, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-    )
+def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], table: InlineTable) -> list[Any]:
+    env: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]

@@ -5,29 +5,31 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
-from pergrad._statistics import Accumulator, State, total_weight
+from pergrad._statistics import Accumulator, State, Weights, total
 from pergrad._tail import Tail
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """What a tail is reduced over.
+    """What a tail is reduced over: `size` examples.
 
-    `size` examples, their weights [size] or None for ones, the tail's factors as [size, ...] and its
-    constants as they are.
+    Their shares of the whole batch are `weights`, [size] or one for all. The tail's factors are
+    [size, ...], its constants are as they are.
     """
 
     size: int
-    weights: jax.Array | None
+    weights: Weights
     factors: list[jax.Array]
     constants: list[jax.Array]
 
-    def count(self, dtype: Any) -> jax.Array:
-        return total_weight(self.weights, self.size, dtype)
+    @property
+    def total(self) -> jax.Array | float:
+        """The share of these examples of the whole batch; less than 1 for a microbatch."""
+        return total(self.weights, self.size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._eval import evaluate_wide, read
-from pergrad._statistics import Accumulator, Mean, State, Variance, weigh
+from pergrad._statistics import Accumulator, Mean, State, Variance, Weights, weigh
 from pergrad._steps import STEPS
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -46,7 +46,7 @@ class Sparse(Strategy):
         (lookup,) = tail.terms
         assert isinstance(lookup, Lookup)
         rows, w = lookup.rows(tail.env(examples.factors, examples.constants)), examples.weights
-        n = examples.count(rows.values.dtype)
+        n = jnp.asarray(examples.total, rows.values.dtype)
 
         means = list(dict.fromkeys(j.statistic for j in jobs if isinstance(j.statistic, Mean)))
         if any(isinstance(job.statistic, Variance) for job in jobs):
@@ -68,9 +68,7 @@ class Sparse(Strategy):
         return states
 
 
-def _squares_around(
-    mean: jax.Array, lookup: Lookup, rows: Rows, w: jax.Array | None, n: jax.Array
-) -> jax.Array:
+def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: jax.Array) -> jax.Array:
     first = rows.first.reshape(*rows.first.shape, *(1,) * (rows.values.ndim - 2))
     apart = jnp.square(rows.values - lookup.at(mean, rows.keys))
     apart = weigh(jnp.where(first, apart, 0), w)

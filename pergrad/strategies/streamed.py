@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -32,26 +33,31 @@ class Streamed(Strategy):
         return "asks for all gradients" if isinstance(statistic, Individual) else None
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
-        def one(states: list[State], xs: tuple) -> tuple[list[State], None]:
-            factors, w = xs
-            gs = tail.gradients(factors, examples.constants)
-            return [j.statistic.add(s, gs[j.grad], w) for j, s in zip(jobs, states)], None
+        shared = examples.weights if isinstance(examples.weights, float) else None
+        xs = (examples.factors, examples.weights if shared is None else None)
 
-        def many(states: list[State], xs: tuple) -> tuple[list[State], None]:
-            factors, w = xs
-            gs = jax.vmap(
-                lambda factors: tail.gradients(factors, examples.constants),
-                axis_size=self.at_a_time,
-            )(factors)
-            return [j.statistic.add_all(s, gs[j.grad], w) for j, s in zip(jobs, states)], None
+        def gradients(factors: list[jax.Array]) -> list[jax.Array]:
+            return tail.gradients(factors, examples.constants)
 
-        states = [job.start for job in jobs]
-        xs = (examples.factors, examples.weights)
+        def one(states: list[State], xs: Any) -> tuple[list[State], None]:
+            factors, w = xs
+            gs = gradients(factors)
+            w = w if shared is None else shared
+            return [j.statistic.add(s, gs[j.grad], w) for j, s in zip(jobs, states, strict=True)], None
+
+        def many(states: list[State], xs: Any) -> tuple[list[State], None]:
+            factors, w = xs
+            gs = jax.vmap(gradients, axis_size=self.at_a_time)(factors)
+            w = w if shared is None else shared
+            return [
+                j.statistic.add_all(s, gs[j.grad], w) for j, s in zip(jobs, states, strict=True)
+            ], None
+
+        states, size = [job.start for job in jobs], examples.size
         if not self.batched:
-            unroll = min(self.at_a_time, examples.size)
-            return lax.scan(one, states, xs, length=examples.size, unroll=unroll)[0]
-        whole = examples.size - examples.size % self.at_a_time
-        groups = jax.tree.map(lambda x: x[:whole].reshape(-1, self.at_a_time, *x.shape[1:]), xs)
-        states, _ = lax.scan(many, states, groups, length=whole // self.at_a_time)
-        rest = jax.tree.map(lambda x: x[whole:], xs)
-        return lax.scan(one, states, rest, length=examples.size - whole)[0]
+            return lax.scan(one, states, xs, length=size, unroll=min(self.at_a_time, size))[0]
+        steps, rest = divmod(size, self.at_a_time)
+        whole = size - rest
+        groups = jax.tree.map(lambda x: x[:whole].reshape(steps, self.at_a_time, *x.shape[1:]), xs)
+        states, _ = lax.scan(many, states, groups, length=steps)
+        return lax.scan(one, states, jax.tree.map(lambda x: x[whole:], xs), length=rest)[0]

@@ -1,16 +1,14 @@
 """The mean gradient alone, as `jax.grad` computes it.
 
-Every step of a tail commutes with the mean over the examples, so the mean is taken of the terms, where
-it is one product over examples and positions at once. A gradient that is the same for all examples is
-its own mean, and one example whose weight is that of all of them says all about it.
+The steps of a tail commute with sums over the examples, so the sum is taken of the terms, where it is
+one product over examples and positions at once. Where the gradient is the same for all examples, one
+of them with the weight of all says everything.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-
-import jax.numpy as jnp
 
 from pergrad._statistics import Accumulator, Mean, State, Variance
 from pergrad._tail import Tail
@@ -28,8 +26,8 @@ class Summed(Strategy):
         return None if is_mean else "not the mean gradient"
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
-        count = examples.count(jnp.result_type(float))
-        means = tail.mean_gradients(
-            tail.env(examples.factors, examples.constants), examples.weights, count
-        )
-        return [job.statistic.add(job.start, means[job.grad], count) for job in jobs]
+        total = examples.total
+        sums = tail.summed_gradients(examples.factors, examples.constants, examples.weights, total)
+        if tail.terms:
+            return [job.start + sums[job.grad] for job in jobs]
+        return [job.statistic.add(job.start, sums[job.grad], total) for job in jobs]

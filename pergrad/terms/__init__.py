@@ -15,6 +15,7 @@ from pergrad.terms.product import Product as Product
 from pergrad.terms.scatter import Lookup as Lookup
 from pergrad.terms.scatter import Scatter as Scatter
 from pergrad.terms.scatter import Slice as Slice
+from pergrad.terms.scatter import is_zero as is_zero
 from pergrad.terms.total import Total as Total
 
 Match = Callable[[JaxprEqn, Collection[int], Mapping[Var, JaxprEqn]], Term | None]

@@ -11,6 +11,7 @@ import jax
 
 from pergrad._compat import JaxprEqn, Var
 from pergrad._eval import Env, evaluate
+from pergrad._statistics import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,5 +43,5 @@ class Term(abc.ABC):
             evaluate([self.eqn], env)
 
     @abc.abstractmethod
-    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
-        """The term's weighted mean over examples, from factors [B, ...]; float32 at least."""
+    def sum(self, env: Env, w: Weights) -> jax.Array:
+        """The term's weighted sum over examples, from factors [B, ...]; float32 at least."""

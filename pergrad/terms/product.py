@@ -23,7 +23,7 @@ from jax import lax
 
 from pergrad._compat import JaxprEqn, Var
 from pergrad._eval import Env, read
-from pergrad._statistics import accumulation_dtype, weigh
+from pergrad._statistics import Weights, accumulation_dtype, weigh
 from pergrad.terms._term import Term
 
 
@@ -46,27 +46,42 @@ class Product(Term):
         (contracted, _), _ = self.eqn.params["dimension_numbers"]
         return math.prod(self.eqn.invars[0].aval.shape[a] for a in contracted)
 
-    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
-        total = self.sum_of(lambda x: x, env, w)
-        return total / count.astype(total.dtype)
+    def form(self, env: Env) -> None:
+        x, d = (read(env, v) for v in self.eqn.invars)
+        env[self.out] = self._product(x, d, self.eqn.params["preferred_element_type"], examples=0)
 
-    def sum_of(self, phi: Callable[[Any], Any], env: Env, w: jax.Array | None) -> jax.Array:
+    def sum(self, env: Env, w: Weights) -> jax.Array:
+        return self.sum_of(lambda x: x, env, w)
+
+    def sum_of(self, phi: Callable[[Any], Any], env: Env, w: Weights) -> jax.Array:
         """sum_i w_i phi(X_i)^T phi(D_i), kept in float32 at least."""
         x, d = (phi(read(env, v)) for v in self.eqn.invars)
         dtype = accumulation_dtype(self.out.aval.dtype)
-        if w is not None:
-            present = (w > 0).astype(dtype)
-            x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), present)
+        if not isinstance(w, float):
+            x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), (w != 0).astype(dtype))
+            return self._product(x, d, dtype, examples=1)
+        # One weight for all goes where the fewest numbers are.
+        if self.size <= min(x.size, d.size):
+            return weigh(self._product(x, d, dtype, examples=1), w)
+        x, d = (weigh(x, w), d) if x.size < d.size else (x, weigh(d, w))
+        return self._product(x, d, dtype, examples=1)
+
+    def _product(self, x: Any, d: Any, dtype: Any, *, examples: int) -> jax.Array:
+        """X^T D of one example (`examples=0`) or summed over an example axis in front (1).
+
+        Contracted axes that are in front are merged into one, which is free. With several of them XLA
+        would copy an operand.
+        """
         (xc, dc), (xb, db) = self.eqn.params["dimension_numbers"]
+        xc, dc = ((*range(examples), *(a + examples for a in axes)) for axes in (xc, dc))
+        xb, db = (tuple(a + examples for a in axes) for axes in (xb, db))
+        if xc == dc == tuple(range(len(xc))) and not xb:
+            x, d = (a.reshape(-1, *a.shape[len(xc) :]) for a in (x, d))
+            xc, dc = (0,), (0,)
         return lax.dot_general(
             x,
             d,
-            (((0, *_shift(xc)), (0, *_shift(dc))), (_shift(xb), _shift(db))),
+            ((xc, dc), (xb, db)),
             precision=self.eqn.params["precision"],
             preferred_element_type=dtype,
         )
-
-
-def _shift(axes: Collection[int]) -> tuple[int, ...]:
-    """The same axes, behind the example axis."""
-    return tuple(a + 1 for a in axes)

@@ -15,7 +15,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.extend.core import primitives
 
 from pergrad._compat import Atom, JaxprEqn, Literal, Var
 from pergrad._eval import Env, read
-from pergrad._statistics import accumulation_dtype, weigh
+from pergrad._statistics import Weights, accumulation_dtype, weigh
 from pergrad.terms._term import Term
 
 
@@ -45,7 +45,6 @@ class Lookup(Term):
     """A gradient that is zero outside of the rows that an example looked up."""
 
     eqn: JaxprEqn
-    onto_zeros: bool
 
     @property
     @abc.abstractmethod
@@ -112,12 +111,9 @@ class Scatter(Lookup):
     def match(
         eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
     ) -> Scatter | None:
-        operand, indices, _ = range(3)
-        if operand in varying or indices not in varying:
+        if 1 not in varying or not is_zero(eqn.invars[0], made_by):
             return None
-        return Scatter(
-            eqn, eqn.outvars[0], _distinct(eqn, varying), _is_zero(eqn.invars[0], made_by)
-        )
+        return Scatter(eqn, eqn.outvars[0], _distinct(eqn, varying))
 
     @property
     def contributions(self) -> int:
@@ -129,8 +125,6 @@ class Scatter(Lookup):
 
     def why_not_rows(self) -> str | None:
         dims, updates = self.eqn.params["dimension_numbers"], self.eqn.invars[2].aval.shape
-        if not self.onto_zeros:
-            return "the scatter adds to something"
         if dims.operand_batching_dims:
             return "the lookup has batching axes"
         if set(dims.inserted_window_dims) != set(self.indexed):
@@ -149,20 +143,20 @@ class Scatter(Lookup):
         values = updates.transpose(*lookups, *window).reshape(size, n, *self.sizes(self.window))
         along = [indices[..., k].reshape(size, n) for k in range(len(self.indexed))]
         if self.eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-            along = [jnp.clip(i, 0, s - 1) for i, s in zip(along, self.sizes(self.indexed))]
+            sizes = self.sizes(self.indexed)
+            along = [jnp.clip(i, 0, s - 1) for i, s in zip(along, sizes, strict=True)]
         return self.keys(along), values
 
-    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
+    def sum(self, env: Env, w: Weights) -> jax.Array:
         # The examples are one more axis of lookups.
         indices, updates = self._read(env)
-        operand = read(env, self.eqn.invars[0]).astype(updates.dtype)
-        updates = weigh(updates, w) / count.astype(updates.dtype)
         dims = self.eqn.params["dimension_numbers"]
         dims = dims._replace(
             update_window_dims=_shift(dims.update_window_dims),
             scatter_indices_batching_dims=_shift(dims.scatter_indices_batching_dims),
         )
-        return lax.scatter_add(operand, indices, updates, dims, mode=self.eqn.params["mode"])
+        zeros = jnp.zeros(self.out.aval.shape, updates.dtype)
+        return lax.scatter_add(zeros, indices, weigh(updates, w), dims, mode=self.eqn.params["mode"])
 
     def _read(self, env: Env) -> tuple[jax.Array, jax.Array]:
         """Indices and updates with the example axis in front, updates in float32 at least."""
@@ -174,19 +168,17 @@ class Scatter(Lookup):
 
 @dataclasses.dataclass(frozen=True)
 class Slice(Lookup):
-    """`dynamic_update_slice` onto zeros, what `dynamic_slice` leaves behind: lookups next to each other."""
+    """`dynamic_update_slice` onto zeros, what `dynamic_slice` leaves behind: neighbouring lookups."""
 
     kind = "slice"
 
     @staticmethod
-    def match(
-        eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
-    ) -> Slice | None:
+    def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Slice | None:
         table, part, *_ = (v.aval.shape for v in eqn.invars)
         moves = any(i >= 2 for i in varying) and table != part
-        if not moves or not _is_zero(eqn.invars[0], made_by):
+        if not moves or not is_zero(eqn.invars[0], made_by):
             return None
-        return Slice(eqn, eqn.outvars[0], _distinct(eqn, varying), True)
+        return Slice(eqn, eqn.outvars[0], _distinct(eqn, varying))
 
     @property
     def contributions(self) -> int:
@@ -204,7 +196,10 @@ class Slice(Lookup):
 
     def keys_and_values(self, env: Env) -> tuple[jax.Array, jax.Array]:
         _, part, *starts = (read(env, v) for v in self.eqn.invars)
-        in_front = lambda x, v: x if v in self.factors else jnp.asarray(x)[None]
+
+        def in_front(x: Any, v: Atom) -> jax.Array:
+            return x if v in self.factors else jnp.asarray(x)[None]
+
         part = in_front(part, self.eqn.invars[1])
         size = env[self.factors[0]].shape[0]
         table_shape, part_shape = self.out.aval.shape, self.eqn.invars[1].aval.shape
@@ -220,10 +215,9 @@ class Slice(Lookup):
         keys = jnp.broadcast_to(self.keys(along), (size, self.contributions))
         return keys, jnp.broadcast_to(values, (size, *values.shape[1:]))
 
-    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
+    def sum(self, env: Env, w: Weights) -> jax.Array:
         keys, values = self.keys_and_values(env)
-        values = weigh(values, w) / count.astype(values.dtype)
-        return self.to_table(keys, values[:, :, None])[0]
+        return self.to_table(keys, weigh(values, w)[:, :, None])[0]
 
 
 def _distinct(eqn: JaxprEqn, varying: Collection[int]) -> tuple[Var, ...]:
@@ -235,12 +229,12 @@ def _shift(axes: Collection[int]) -> tuple[int, ...]:
     return tuple(int(a) + 1 for a in axes)
 
 
-def _is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
+def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
     if isinstance(atom, Literal):
         return bool(np.all(np.asarray(atom.val) == 0))
     eqn = made_by.get(atom)
     is_broadcast = eqn is not None and eqn.primitive is primitives.broadcast_in_dim_p
-    return is_broadcast and _is_zero(eqn.invars[0], made_by)
+    return is_broadcast and is_zero(eqn.invars[0], made_by)
 
 
 def _first_of_equals(keys: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.extend.core import primitives
 
 from pergrad._compat import JaxprEqn, Var
 from pergrad._eval import Env
-from pergrad._statistics import accumulation_dtype, weigh
+from pergrad._statistics import Weights, accumulation_dtype, weigh
 from pergrad.terms._term import Term
 
 
@@ -34,7 +34,6 @@ class Total(Term):
     def is_sum(self) -> bool:
         return self.made_by is not None and self.made_by.primitive is primitives.reduce_sum_p
 
-    def mean(self, env: Env, w: jax.Array | None, count: jax.Array) -> jax.Array:
+    def sum(self, env: Env, w: Weights) -> jax.Array:
         value = env[self.out].astype(accumulation_dtype(self.out.aval.dtype))
-        total = jnp.sum(weigh(value, w), axis=0)
-        return total / count.astype(total.dtype)
+        return jnp.sum(weigh(value, w), axis=0)
