@@ -1,6 +1,7 @@
 """pergrad: statistics of per-example gradients at the price of the mean gradient."""
 
-from pergrad._api import check, explain, grad_stats, value_and_stats
+from pergrad._api import explain, grad_stats, value_and_stats
+from pergrad._check import check
 from pergrad._errors import ArgumentError, NotPerExampleError, PergradError
 from pergrad._plan import Plan
 from pergrad._statistics import Count, Fold, Individual, Loss, Mean, Statistic, Variance, power

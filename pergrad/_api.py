@@ -123,7 +123,3 @@ def explain(
         return Call(request, args, kwargs).prepare()[1]
 
     return plan_of
-
-
-def check(*a, **k):
-    raise NotImplementedError

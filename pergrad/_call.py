@@ -250,12 +250,11 @@ class Call:
         )
         return parts, plan
 
-    def _one_example(self, params: Sequence[Any], example: Sequence[Any]) -> Any:
-        """The user's loss of one example."""
+    def loss_of_batch(
+        self, params: Sequence[Any], batch: Sequence[Any], keys: Sequence[Any] = ()
+    ) -> Any:
+        """The user's loss from flat lists; `keys` take the place of the arguments in rng_argnums."""
         args = list(self.args)
-        batch, keys = example[: len(self.batch)], example[len(self.batch) :]
-        if self.request.keep_batch_dim:
-            batch = [x[None] for x in batch]
         for numbers, tree, leaves in (
             (self.argnums, self.params_tree, params),
             (self.batch_argnums, self.batch_tree, batch),
@@ -263,11 +262,16 @@ class Call:
         ):
             for number, arg in zip(numbers, jax.tree.unflatten(tree, leaves), strict=True):
                 args[number] = arg
-        out = self.request.fun(*args, **self.kwargs)
+        return self.request.fun(*args, **self.kwargs)
+
+    def _one_example(self, params: Sequence[Any], example: Sequence[Any]) -> Any:
+        batch, keys = example[: len(self.batch)], example[len(self.batch) :]
+        if self.request.keep_batch_dim:
+            batch = [x[None] for x in batch]
+        out = self.loss_of_batch(params, batch, keys)
         if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {_kind(out)}.")
-        value = out[0] if self.request.has_aux else out
-        self._check_value(value)
+        self._check_value(out[0] if self.request.has_aux else out)
         return out
 
     def _check_value(self, value: Any) -> None:

@@ -11,16 +11,20 @@ whole batch. The diagnosis then tries three explanations, in this order:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pergrad import _compat
 from pergrad._call import ArgNums, Call, Request
+from pergrad._compat import JaxprEqn, Literal, Var
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._run import run
-from pergrad._statistics import Loss, Mean
+from pergrad._statistics import Individual, Loss, Mean
+from pergrad._trace import flat_jaxpr
 
 LARGEST_DIAGNOSIS = 2**28  # numbers in all individual gradients together
 
@@ -61,22 +65,144 @@ def check(
         if call.size < 2:
             raise ArgumentError("check needs a batch of at least two examples.")
         if not request.keep_batch_dim:
-            return  # a loss of one example cannot mix any
+            return  # A loss of one example cannot mix any.
         parts, plan = call.prepare()
-        value, (mean, square, losses) = call.assemble(
-            parts, plan, run(parts, plan, call.params, call.examples(), None), None
-        )
-        value = value[0] if request.has_aux else value
-        whole = jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
-        whole_value = whole[0][0] if request.has_aux else whole[0]
-        wrong = [
-            path
-            for path, a, b, sq in zip(
-                call.paths, *map(jax.tree.leaves, (mean, whole[1], square)), strict=True
-            )
-            if not _close(a, b, float(jnp.sqrt(jnp.sum(sq))), rtol)
-        ]
-        if wrong or not _close(value, whole_value, float(jnp.mean(jnp.abs(losses))), rtol):
-            raise NotPerExampleError(_message(call, wrong, mean, whole[1], losses, whole_value, rtol))
+        outcome = run(parts, plan, call.params, call.examples(), call.shares(None))
+        value, (mean, square, losses) = call.assemble(parts, plan, outcome, None)
+        whole, gradient = jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
+        value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)
+        seen = _Seen(call, _flat(mean), _flat(gradient), losses, whole, rtol)
+        leaves = zip(call.paths, *map(jax.tree.leaves, (mean, gradient, square)), strict=True)
+        wrong = [path for path, a, b, sq in leaves if not seen.close(a, b, np.sqrt(np.sum(sq)))]
+        if wrong or not seen.close(value, whole, np.mean(np.abs(losses))):
+            raise NotPerExampleError(_message(wrong, seen))
 
     return check_loss
+
+
+class _Seen(NamedTuple):
+    """The mean of the per-example gradients and the gradient of the batch, flat, and the losses."""
+
+    call: Call
+    mean: np.ndarray
+    gradient: np.ndarray
+    losses: np.ndarray
+    whole_loss: Any
+    rtol: float | None
+
+    def close(self, a: Any, b: Any, scale: Any) -> bool:
+        """Whether `a` and `b` agree but for rounding, which grows with what was added up."""
+        rtol = self.rtol
+        if rtol is None:
+            rtol = float(jnp.finfo(jnp.result_type(a)).eps) ** 0.6
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        return bool(np.linalg.norm(a - b) <= rtol * (np.linalg.norm(b) + np.float64(scale)))
+
+
+def _flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+
+
+def _message(wrong: Sequence[str], seen: _Seen) -> str:
+    shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    found = (
+        f"the mean of the per-example gradients is not the gradient of the loss on the whole batch of "
+        f"{seen.call.size}" + (f" (parameters {shown})" if wrong else " (the losses differ)") + ". "
+    )
+    return found + (_if_sum(seen) or _if_weighted(seen) or _if_mixed(seen))
+
+
+def _if_sum(seen: _Seen) -> str | None:
+    size = seen.call.size
+    if not seen.close(size * seen.mean, seen.gradient, np.linalg.norm(seen.gradient)):
+        return None
+    return (
+        f"It is {size} times as large: the loss is a sum over the examples, not a mean. Use jnp.mean, or "
+        "divide by the number of examples."
+    )
+
+
+def _if_weighted(seen: _Seen) -> str | None:
+    """Looks for weights c with sum_i c_i g_i = g and sum_i c_i l_i = l."""
+    call = seen.call
+    if seen.mean.size < 2 * call.size or seen.mean.size * call.size > LARGEST_DIAGNOSIS:
+        return None
+    individual = Request(call.request.fun, Individual(), **_options(call.request))
+    each = Call(individual, call.args, call.kwargs)
+    parts, plan = each.prepare()
+    outcome = run(parts, plan, each.params, each.examples(), each.shares(None))
+    _, gradients = each.assemble(parts, plan, outcome, None)
+    rows = np.concatenate(
+        [np.asarray(g, np.float64).reshape(call.size, -1) for g in jax.tree.leaves(gradients)], axis=1
+    )
+    c, *_ = np.linalg.lstsq(rows.T, seen.gradient, rcond=None)
+    scale = np.linalg.norm(rows)
+    agrees = seen.close(c @ rows, seen.gradient.astype(np.float32), scale) and seen.close(
+        c @ np.asarray(seen.losses, np.float64), seen.whole_loss, np.mean(np.abs(seen.losses))
+    )
+    if not agrees or np.any(c < 0) or abs(c.sum() - 1) > 1e-2:
+        return None
+    return (
+        f"It is their weighted mean: examples count between {call.size * c.min():.3g} and "
+        f"{call.size * c.max():.3g} times as much as the average one. Likely the loss is a mean over "
+        "all tokens of sequences of different length. Take the mean within each example first and then "
+        "over examples, or keep the loss and give the numbers of tokens as example_weights."
+    )
+
+
+def _options(request: Request) -> dict[str, Any]:
+    names = ("argnums", "batch_argnums", "has_aux", "keep_batch_dim")
+    return {name: getattr(request, name) for name in names}
+
+
+def _if_mixed(seen: _Seen) -> str:
+    way_out = (
+        "Statistics of single examples do not exist for such a loss. Use it with frozen statistics "
+        "(evaluation mode), a norm that looks at one example (layer norm, group norm), or treat a group "
+        "of examples as one."
+    )
+    line = _where_examples_meet(seen.call)
+    if line is None:
+        return (
+            f"Its examples influence each other (batch norm, a contrastive or balancing loss). {way_out}"
+        )
+    return (
+        f"Its examples influence each other: they meet at {line}, as in batch norm in training mode or a "
+        f"contrastive loss. {way_out}"
+    )
+
+
+def _where_examples_meet(call: Call) -> str | None:
+    """The user's line whose result, computed over the example axis, is used by examples again.
+
+    The loss is traced, not run, for a batch whose length is a prime that divides no other dimension,
+    so that an axis belongs to the examples if that prime divides it.
+    """
+    arrays = [*call.params, *call.batch]
+    sizes = {d for x in arrays for d in jnp.shape(x)}
+    prime = next((p for p in (61, 67, 71, 73, 79, 83, 89, 97) if all(d % p for d in sizes)), 101)
+    batch = [jax.ShapeDtypeStruct((prime, *x.shape[1:]), x.dtype) for x in call.batch]
+    try:
+        jaxpr = flat_jaxpr(call.loss_of_batch, call.params, batch)
+    except (
+        Exception
+    ):  # The loss insists on another batch length: it is still wrong, but where is not known.
+        return None
+
+    def counts(v: Any) -> int:
+        return sum(d % prime == 0 for d in v.aval.shape)
+
+    met: dict[Var, JaxprEqn] = {}
+    for eqn in jaxpr.eqns:
+        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        with_examples = [v for v in operands if counts(v)]
+        meeting = next((met[v] for v in operands if v in met), None)
+        if meeting and (with_examples or any(counts(v) for v in eqn.outvars)):
+            return _compat.user_line(meeting)
+        if any(counts(v) > 1 for v in eqn.outvars):
+            return _compat.user_line(eqn)
+        if with_examples and not any(counts(v) for v in eqn.outvars):
+            meeting = eqn
+        if meeting:
+            met |= dict.fromkeys(eqn.outvars, meeting)
+    return None

@@ -1,8 +1,8 @@
 """Step 3: a strategy for every (tail, statistic), its cost and the reason, as a table.
 
-Every strategy that can give a statistic is priced (`_price`), and the cheapest is taken. Those that
-form gradients do it once for all statistics of a tail, so a statistic that would have its own strategy
-joins them where that is cheaper: the mean gradient is free then.
+Every strategy that can give a statistic is priced (`_price`), and the cheapest is taken. Some feed all
+statistics of a tail in one pass, so a statistic that would have another strategy joins them where that
+is cheaper: the mean gradient is free then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pergrad.terms import Lookup, Total
 
 STRATEGIES: tuple[Strategy, ...] = (Summed(), Factored(), Sparse(), Streamed(), Materialise())
 FORMING = ("streamed", "materialise")
+SHARED = (*FORMING, "sparse")  # one pass feeds all statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def make_plan(
     """Plans these statistics of a batch of `batch_size` examples."""
     device = _price.backend()
     if microbatch_size == "auto":
-        microbatch_size = _choose_microbatch_size(cut, statistics, batch_size, device)
+        microbatch_size = _choose_microbatch_size(cut, batch_size, device)
     assert not isinstance(microbatch_size, str)
     at_once = min(batch_size, microbatch_size or batch_size)
     tails = tuple(
@@ -125,11 +126,11 @@ def _choose(
             reason = f"not {forced}: {why_not[forced]}"
         chosen[statistic] = (strategy, reason)
 
-    forming = [s for s, _ in chosen.values() if s.name in FORMING]
-    if forced == "auto" and forming:
+    running = [(s, why) for s, why in chosen.values() if s.name in SHARED]
+    if forced == "auto" and running:
         for statistic, (strategy, _) in chosen.items():
-            if prices.seconds_of_joining() < prices.seconds(strategy) and strategy not in forming:
-                chosen[statistic] = next((s, why) for s, why in chosen.values() if s in forming)
+            if strategy.name not in SHARED and prices.seconds_of_joining() < prices.seconds(strategy):
+                chosen[statistic] = running[0]
     return tuple(
         Choice(
             strategy,
@@ -168,10 +169,27 @@ def _why_materialised(tail: Tail, size: int) -> str:
     return "small"
 
 
-def _choose_microbatch_size(
-    cut: Cut, statistics: Sequence[Accumulator], batch_size: int, device: Backend
-) -> int:
-    return batch_size
+def _choose_microbatch_size(cut: Cut, batch_size: int, device: Backend) -> int:
+    """As many examples as keep their activations within what the device likes to work on at a time."""
+    per_example = _backbone_bytes(cut, 1)
+    largest = min(batch_size, max(1, int(device.working_set / max(per_example, 1))))
+    divisors = [n for n in range(math.ceil(largest / 2), largest + 1) if batch_size % n == 0]
+    return max(divisors, default=largest)
+
+
+def _backbone_bytes(cut: Cut, size: int) -> float:
+    """Temporary memory of `jax.grad` for `size` examples: all but the tails, which make its results."""
+    made_by_tails = {
+        v
+        for tail in cut.tails
+        for eqn in (*(t.eqn for t in tail.terms if t.eqn), *tail.steps)
+        for v in eqn.outvars
+    }
+    return _cost.peak_bytes(
+        cut.program.jaxpr.eqns,
+        lambda v: _cost.nbytes(v) * (size if v in cut.varies else 1),
+        lambda v: v not in made_by_tails,
+    )
 
 
 def _describe(
@@ -183,46 +201,90 @@ def _describe(
     device: Backend,
 ) -> Plan:
     steps = math.ceil(batch_size / at_once)
-    varying = [eqn for eqn in cut.backbone if not cut.varies.isdisjoint(eqn.outvars)]
     fixed = [eqn for eqn in cut.backbone if cut.varies.isdisjoint(eqn.outvars)]
-    backbone = batch_size * _cost.operations(varying) + steps * _cost.operations(fixed)
-    rows: list[Row] = [None] * len(paths)  # type: ignore[list-item]
-    for tail_plan in tails:
-        tail = tail_plan.tail
-        n_statistics = sum(len(c.statistics) for c in tail_plan.choices)
-        prices = Prices(tail, at_once, n_statistics, device)
-        plain = batch_size * prices.operations
-        for k, param in enumerate(tail.params):
-            share = 1 / len(tail.params)
-            size = _cost.size(tail.grads[k])
-            operations = sum(
-                share * plain * (len(c.statistics) if c.strategy.name == "factored" else 1)
-                + batch_size * size * 2 * len(c.statistics) * (c.strategy.name in FORMING)
-                for c in tail_plan.choices
-            )
-            rows[param] = Row(
-                path=paths[param],
-                shape=tuple(tail.grads[k].aval.shape),
-                kind=" + ".join(t.kind for t in tail.terms) or "constant",
-                strategy=", ".join(c.strategy.name for c in tail_plan.choices),
-                operations=operations,
-                plain_operations=share * plain,
-                bytes=share * sum(prices.temporary(c.strategy) for c in tail_plan.choices),
-                reason="; ".join(c.reason for c in tail_plan.choices),
-            )
-    plain_bytes = 0.0
+    varying = [eqn for eqn in cut.backbone if not cut.varies.isdisjoint(eqn.outvars)]
+    backbone = batch_size * _cost.operations(varying) + _cost.operations(fixed)
+    rows = {row.path: row for t in tails for row in _rows(t, paths, batch_size, at_once, device)}
     return Plan(
-        rows=tuple(rows),
+        rows=tuple(rows[path] for path in paths),
         batch_size=batch_size,
         microbatch_size=at_once,
         backend=device.name,
-        operations=backbone + sum(row.operations for row in rows),
-        plain_operations=backbone + sum(row.plain_operations for row in rows),
-        bytes=plain_bytes + max(row.bytes for row in rows),
-        plain_bytes=plain_bytes,
+        operations=backbone
+        + (steps - 1) * _cost.operations(fixed)
+        + sum(row.operations for row in rows.values()),
+        plain_operations=backbone + sum(row.plain_operations for row in rows.values()),
+        # The tails run one after the other, so the largest counts.
+        bytes=_backbone_bytes(cut, at_once) + max(row.bytes for row in rows.values()),
+        plain_bytes=_backbone_bytes(cut, batch_size),
         tails=tails,
     )
 
 
+def _rows(
+    tail_plan: TailPlan, paths: Sequence[str], batch_size: int, at_once: int, device: Backend
+) -> list[Row]:
+    """One row for each parameter of the tail; what they share is divided among them."""
+    tail, choices = tail_plan.tail, tail_plan.choices
+    prices = Prices(tail, at_once, sum(len(c.statistics) for c in choices), device)
+    share = 1 / len(tail.params)
+    operations = sum(prices.operations_of(c.strategy, len(c.statistics)) for c in choices)
+    return [
+        Row(
+            path=paths[param],
+            shape=tuple(grad.aval.shape),
+            kind=" + ".join(term.kind for term in tail.terms) or "constant",
+            strategy=", ".join(c.strategy.name for c in choices),
+            operations=share * operations * batch_size / at_once,
+            plain_operations=share * batch_size * prices.operations,
+            bytes=share * max((prices.temporary(c.strategy) for c in choices), default=0),
+            reason="; ".join(c.reason for c in choices),
+        )
+        for param, grad in zip(tail.params, tail.grads, strict=True)
+    ]
+
+
 def _as_table(plan: Plan) -> str:
-    return "\n".join(str(r) for r in plan.rows)
+    head = ["parameter", "shape", "term", "strategy", "operations", "x plain", "memory", "reason"]
+    body = [
+        [
+            row.path,
+            "x".join(map(str, row.shape)) or "scalar",
+            row.kind,
+            row.strategy,
+            _short(row.operations),
+            _ratio(row.operations, row.plain_operations),
+            _short(row.bytes) + "B",
+            row.reason,
+        ]
+        for row in plan.rows
+    ]
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [head, ["-" * width for width in widths], *body]
+    ]
+    at_a_time = (
+        "all at once" if plan.microbatch_size == plan.batch_size else f"{plan.microbatch_size} at a time"
+    )
+    lines += [
+        "",
+        f"{plan.batch_size} examples, {at_a_time}, planned for {plan.backend}",
+        f"operations: {_short(plan.operations)}, "
+        f"{_ratio(plan.operations, plan.plain_operations)} x jax.grad",
+        f"temporary memory: {_short(plan.bytes)}B, {_ratio(plan.bytes, plan.plain_bytes)} x jax.grad "
+        "(both estimated)",
+    ]
+    return "\n".join(lines)
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}P"
+
+
+def _ratio(number: float, plain: float) -> str:
+    return f"{number / plain:.2f}" if plain else "-"

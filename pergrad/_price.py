@@ -39,14 +39,15 @@ class Backend:
     loop_step: float
     stream_batched: bool
     stream_size: float
+    working_set: float
 
 
 BACKENDS = {
     # Measured on two cores. A batched product is a loop over products that use one core each.
-    "cpu": Backend("cpu", 2e11, 1e10, 2e10, 6e10, 6.4e7, 1e-5, False, 0),
+    "cpu": Backend("cpu", 2e11, 1e10, 2e10, 6e10, 6.4e7, 1e-5, False, 0, 1e8),
     # Not measured. Batched products run at full rate, and loops should have few and large steps.
-    "gpu": Backend("gpu", 5e13, 5e13, 1e12, 1e12, 4e7, 2e-5, True, 2.56e8),
-    "tpu": Backend("tpu", 1e14, 1e14, 1e12, 1e12, 1e8, 1e-5, True, 2.56e8),
+    "gpu": Backend("gpu", 5e13, 5e13, 1e12, 1e12, 4e7, 2e-5, True, 2.56e8, 1e11),
+    "tpu": Backend("tpu", 1e14, 1e14, 1e12, 1e12, 1e8, 1e-5, True, 2.56e8, 1e11),
 }
 
 
@@ -99,9 +100,24 @@ class Prices:
         raise AssertionError(strategy.name)
 
     def seconds_of_joining(self) -> float:
-        """The price of feeding one more statistic where gradients are formed anyway."""
+        """The price of feeding one more statistic where a pass for others runs anyway."""
         g = self.gradient
+        if any(isinstance(term, Lookup) for term in self.tail.terms) and len(self.tail.terms) == 1:
+            return self._memory(self.factors)
         return self._memory(self.size * g, at_once=g * (1 + self.statistics))
+
+    def operations_of(self, strategy: Strategy, statistics: int) -> float:
+        """Floating-point operations, with about two for every number that feeds a statistic."""
+        products = self.size * self.operations
+        numbers = sum(_cost.size(g) for g in self.tail.grads)
+        match strategy.name:
+            case "summed":
+                return products
+            case "factored":
+                return statistics * products
+            case "sparse":
+                return 2 * statistics * self.size * sum(_cost.size(v) for v in self.tail.factors)
+        return products + 2 * statistics * self.size * numbers
 
     def temporary(self, strategy: Strategy) -> float:
         """Bytes of temporary memory."""

@@ -30,7 +30,7 @@ from pergrad._compat import JaxprEqn, Primitive
 class Step:
     """A primitive that is linear in some of its operands.
 
-    It is linear in all of `operands` together (None: all there are) or, like a product, in `one_of` them.
+    It is linear in all of `operands` together (None: in all it has) or, as a product, in `one_of` them.
     `number` is a scale's c, from the operand that does not vary (None if there is none).
     """
 

@@ -64,6 +64,15 @@ def trace(
     return _flatten(nested, len(params), len(aux_leaves), aux_tree, CALLS)
 
 
+def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
+    """The program of `fun` itself with all its calls inlined, to look at."""
+    nested = jax.make_jaxpr(fun)(*args)
+    inlined = jax.make_jaxpr(
+        lambda *leaves: _inline(nested.jaxpr, nested.consts, leaves, CALLS | CUSTOM_CALLS)
+    )
+    return inlined(*jax.tree.leaves(args)).jaxpr
+
+
 def look_into(program: Program, calls: Sequence[JaxprEqn]) -> Program:
     """The same program with these `custom_jvp` and `custom_vjp` calls inlined."""
     chosen = {id(eqn) for eqn in calls}
