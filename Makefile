@@ -25,7 +25,7 @@ lint: $(NEWEST)/installed ## check style, formatting and types
 	$(NEWEST)/bin/ruff format --check .
 	$(NEWEST)/bin/pyright
 
-bench: $(NEWEST)/installed-bench ## time pergrad beside jax.grad, vmap(grad) and optax
+bench: $(NEWEST)/installed ## time pergrad beside jax.grad, vmap(grad) and optax
 	$(NEWEST)/bin/python -m benchmarks.side_by_side
 
 clean: ## remove the environments and all caches
@@ -36,10 +36,6 @@ clean: ## remove the environments and all caches
 $(NEWEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
-	touch $@
-
-$(NEWEST)/installed-bench: $(NEWEST)/installed
-	$(NEWEST)/bin/python -m pip install --quiet --editable '.[bench]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml

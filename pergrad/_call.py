@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from pergrad._compat import aval
 from pergrad._cut import Cut, cut
 from pergrad._errors import ArgumentError
 from pergrad._plan import STRATEGIES, Plan, make_plan
@@ -203,7 +205,7 @@ class Call:
                 f"{weights.shape}."
             )
         weights = weights.astype(jnp.result_type(float))
-        if not isinstance(weights, jax.core.Tracer):
+        if _is_concrete(weights):
             values = np.asarray(weights)
             if not np.all(np.isfinite(values) & (values >= 0)):
                 raise ArgumentError("example_weights must be finite and at least 0.")
@@ -275,9 +277,9 @@ class Call:
         return out
 
     def _check_value(self, value: Any) -> None:
-        if isinstance(value, tuple) and len(value) == 2:
-            raise ArgumentError("the loss returned a pair. If its second is aux, say has_aux=True.")
         if not _is_number_like(value):
+            if isinstance(value, tuple) and len(value) == 2:
+                raise ArgumentError("the loss returned a pair. If its second is aux, say has_aux=True.")
             raise ArgumentError(f"the loss must return a scalar, not {_kind(value)}.")
         if jnp.shape(value) != ():
             example = "a batch of one" if self.request.keep_batch_dim else "one example"
@@ -300,7 +302,7 @@ class Call:
         def result(statistic: Statistic) -> Any:
             if isinstance(statistic, Accumulator):
                 leaves = [
-                    statistic.finish(states[i, statistic], count, grad.aval)
+                    statistic.finish(states[i, statistic], count, aval(grad))
                     for i, grad in enumerate(parts.program.grads)
                 ]
                 return self._like_params(leaves)
@@ -339,10 +341,15 @@ def _as_array(x: Any) -> Any:
     return x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
 
 
+def _is_concrete(x: jax.Array) -> bool:
+    """Whether the numbers can be looked at, which they cannot under `jit`."""
+    return not isinstance(x, Tracer)
+
+
 def _is_one_key(x: Any) -> bool:
     if not hasattr(x, "dtype"):
         return False
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.shape == ()
     return x.dtype == jnp.uint32 and x.ndim == 1
 

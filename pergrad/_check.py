@@ -20,7 +20,7 @@ import numpy as np
 
 from pergrad import _compat
 from pergrad._call import ArgNums, Call, Request
-from pergrad._compat import JaxprEqn, Literal, Var
+from pergrad._compat import JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._run import run
 from pergrad._statistics import Individual, Loss, Mean
@@ -106,8 +106,8 @@ def _flat(tree: Any) -> np.ndarray:
 def _message(wrong: Sequence[str], seen: _Seen) -> str:
     shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     found = (
-        f"the mean of the per-example gradients is not the gradient of the loss on the whole batch of "
-        f"{seen.call.size}" + (f" (parameters {shown})" if wrong else " (the losses differ)") + ". "
+        "the mean of the per-example gradients is not the gradient of the loss on the whole batch of "
+        f"{seen.call.size} ({f'parameters {shown}' if wrong else 'the losses differ'}). "
     )
     return found + (_if_sum(seen) or _if_weighted(seen) or _if_mixed(seen))
 
@@ -117,7 +117,7 @@ def _if_sum(seen: _Seen) -> str | None:
     if not seen.close(size * seen.mean, seen.gradient, np.linalg.norm(seen.gradient)):
         return None
     return (
-        f"It is {size} times as large: the loss is a sum over the examples, not a mean. Use jnp.mean, or "
+        f"It is {size} times as large: the loss is a sum over the examples, not a mean. Use jnp.mean or "
         "divide by the number of examples."
     )
 
@@ -167,8 +167,8 @@ def _if_mixed(seen: _Seen) -> str:
             f"Its examples influence each other (batch norm, a contrastive or balancing loss). {way_out}"
         )
     return (
-        f"Its examples influence each other: they meet at {line}, as in batch norm in training mode or a "
-        f"contrastive loss. {way_out}"
+        f"Its examples influence each other: they meet at {line}, as in batch norm in training mode or "
+        f"a contrastive loss. {way_out}"
     )
 
 
@@ -178,8 +178,7 @@ def _where_examples_meet(call: Call) -> str | None:
     The loss is traced, not run, for a batch whose length is a prime that divides no other dimension,
     so that an axis belongs to the examples if that prime divides it.
     """
-    arrays = [*call.params, *call.batch]
-    sizes = {d for x in arrays for d in jnp.shape(x)}
+    sizes = {d for x in [*call.params, *call.batch] for d in jnp.shape(x)}
     prime = next((p for p in (61, 67, 71, 73, 79, 83, 89, 97) if all(d % p for d in sizes)), 101)
     batch = [jax.ShapeDtypeStruct((prime, *x.shape[1:]), x.dtype) for x in call.batch]
     try:
@@ -190,7 +189,7 @@ def _where_examples_meet(call: Call) -> str | None:
         return None
 
     def counts(v: Any) -> int:
-        return sum(d % prime == 0 for d in v.aval.shape)
+        return sum(d % prime == 0 for d in aval(v).shape)
 
     met: dict[Var, JaxprEqn] = {}
     for eqn in jaxpr.eqns:

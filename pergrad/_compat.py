@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax._src import source_info_util
 from jax._src.ad_checkpoint import name_p, remat_p
 from jax._src.lax.lax import optimization_barrier_p
@@ -24,6 +23,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "aval",
     "bind",
     "drop_dead_code",
     "name_p",
@@ -74,6 +74,6 @@ def user_line(eqn: JaxprEqn) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
 
 
-def is_key(x: Any) -> bool:
-    """Whether an array holds typed PRNG keys."""
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+def aval(v: Atom) -> Any:
+    """The abstract value of a variable: its shape and dtype."""
+    return v.aval

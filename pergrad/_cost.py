@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
-from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, aval
 
 
 def size(v: Atom) -> int:
-    return math.prod(v.aval.shape)
+    return math.prod(aval(v).shape)
 
 
 def nbytes(v: Atom) -> int:
     """Bytes of one array; typed PRNG keys count as their two words."""
-    return size(v) * getattr(v.aval.dtype, "itemsize", 8)
+    return size(v) * getattr(aval(v).dtype, "itemsize", 8)
 
 
 def operations(eqns: Iterable[JaxprEqn]) -> float:
@@ -42,7 +42,7 @@ def _elementwise(eqn: JaxprEqn) -> float:
     if inner:
         times = eqn.params.get("length", 1)
         return times * max(operations(jaxpr.eqns) for jaxpr in inner)
-    return sum(size(v) for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
+    return sum(size(v) for v in eqn.outvars if jnp.issubdtype(aval(v).dtype, jnp.floating))
 
 
 def _programs(value: Any) -> list[Jaxpr]:
@@ -65,12 +65,12 @@ def _reduction(eqn: JaxprEqn) -> float:
 
 def _product(eqn: JaxprEqn) -> float:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    length = math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
+    length = math.prod(aval(eqn.invars[0]).shape[a] for a in contracted)
     return 2 * size(eqn.outvars[0]) * length
 
 
 def _convolution(eqn: JaxprEqn) -> float:
-    kernel = eqn.invars[1].aval.shape
+    kernel = aval(eqn.invars[1]).shape
     out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2 * size(eqn.outvars[0]) * math.prod(kernel) / out_features
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from pergrad import _trace
-from pergrad._compat import Atom, JaxprEqn, Literal, Var
+from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
 from pergrad._steps import ONE_TO_ONE, STEPS
 from pergrad._tail import Tail
 from pergrad._trace import Program
@@ -197,4 +197,4 @@ def _is_in(atom: Atom, variables: Collection[Var]) -> bool:
 
 
 def _size(v: Var) -> int:
-    return math.prod(v.aval.shape)
+    return math.prod(aval(v).shape)

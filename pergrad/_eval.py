@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,11 @@ from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Literal, Var
 
 Env = dict[Var, Any]
+
+
+def distinct(atoms: Iterable[Atom]) -> tuple[Var, ...]:
+    """The variables among these, each once."""
+    return tuple(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
 
 
 def read(env: Env, atom: Atom) -> Any:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from pergrad import _compat, _cost, _price
+from pergrad._compat import aval
 from pergrad._cut import Cut
 from pergrad._price import Backend, Prices
 from pergrad._statistics import Accumulator, Individual
@@ -232,7 +233,7 @@ def _rows(
     return [
         Row(
             path=paths[param],
-            shape=tuple(grad.aval.shape),
+            shape=tuple(aval(grad).shape),
             kind=" + ".join(term.kind for term in tail.terms) or "constant",
             strategy=", ".join(c.strategy.name for c in choices),
             operations=share * operations * batch_size / at_once,

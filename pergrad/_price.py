@@ -20,6 +20,7 @@ import dataclasses
 import jax
 
 from pergrad import _cost
+from pergrad._compat import aval
 from pergrad._statistics import accumulation_dtype
 from pergrad._tail import Tail
 from pergrad.strategies import Strategy, Streamed
@@ -74,7 +75,7 @@ class Prices:
     @property
     def gradient(self) -> float:
         """g: bytes of one example's gradients, kept wide."""
-        return sum(_cost.size(g) * accumulation_dtype(g.aval.dtype).itemsize for g in self.tail.grads)
+        return sum(_cost.size(g) * accumulation_dtype(aval(g).dtype).itemsize for g in self.tail.grads)
 
     @property
     def factors(self) -> float:

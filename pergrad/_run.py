@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pergrad._compat import aval
 from pergrad._cut import Cut
 from pergrad._eval import evaluate, read
 from pergrad._plan import Plan, TailPlan
@@ -54,10 +55,10 @@ def run(cut: Cut, plan: Plan, params: Sequence[Any], examples: Sequence[Any], w:
     length = math.ceil(plan.batch_size / steps)
     missing = steps * length - plan.batch_size
     if missing:
-        w = jnp.full(plan.batch_size, w) if isinstance(w, float) else w
+        w = w if isinstance(w, jax.Array) else jnp.full(plan.batch_size, w)
         w = jnp.concatenate([w, jnp.zeros(missing, w.dtype)])
         examples = [jnp.concatenate([x, x[:missing]]) for x in examples]
-    own_weights = None if isinstance(w, float) else w
+    own_weights = w if isinstance(w, jax.Array) else None
     xs = jax.tree.map(lambda x: x.reshape(steps, length, *x.shape[1:]), (examples, own_weights))
 
     def step(states: States, xs: Any) -> tuple[States, Any]:
@@ -86,7 +87,7 @@ def _run_at_once(
     starts: States,
 ) -> Outcome:
     program = cut.program
-    shared = w if isinstance(w, float) else None
+    shared = None if isinstance(w, jax.Array) else w
     reducers = [_reducer(tail_plan, shared) for tail_plan in plan.tails]
 
     def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, list[Any], States]:
@@ -100,7 +101,7 @@ def _run_at_once(
         ]
         return read(env, program.value), [read(env, v) for v in program.aux], states
 
-    w = jnp.full(examples[0].shape[0], w) if isinstance(w, float) else w
+    w = w if isinstance(w, jax.Array) else jnp.full(examples[0].shape[0], w)
     return Outcome(*jax.vmap(one, out_axes=(0, 0, None))(examples, w))
 
 
@@ -142,7 +143,7 @@ def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[St
 
 def _empty_states(plan: Plan) -> States:
     return [
-        [statistic.init(tail_plan.tail.grads[k].aval) for k, statistic in tail_plan.jobs()]
+        [statistic.init(aval(tail_plan.tail.grads[k])) for k, statistic in tail_plan.jobs()]
         for tail_plan in plan.tails
     ]
 

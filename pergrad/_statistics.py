@@ -71,7 +71,7 @@ def _per_example(per: Any) -> None:
 
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
     """`w * x`, and 0 where the weight is 0 even if `x` is not finite. `w` has `x`'s leading axes."""
-    if isinstance(w, float):
+    if not isinstance(w, jax.Array):
         return x * w
     w = w.reshape(w.shape + (1,) * (x.ndim - w.ndim)).astype(x.dtype)
     return jnp.where(w != 0, w * x, jnp.zeros((), x.dtype))
@@ -79,7 +79,7 @@ def weigh(x: jax.Array, w: Weights) -> jax.Array:
 
 def total(w: Weights, size: int) -> jax.Array | float:
     """The sum of the weights of `size` examples."""
-    return w * size if isinstance(w, float) else jnp.sum(w)
+    return jnp.sum(w) if isinstance(w, jax.Array) else w * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,12 +311,12 @@ class Fold(Accumulator):
                 "Fold: update must return a state like the one that init made, of the same tree, "
                 f"shapes and dtypes. init: {old_types}; update: {new_types}."
             )
-        if isinstance(w, float):
+        if not isinstance(w, jax.Array):
             return new
         return jax.tree.map(lambda n, s: jnp.where(w > 0, n, s), new, state)
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        if isinstance(w, float):
+        if not isinstance(w, jax.Array):
             return lax.scan(lambda s, g: (self.add(s, g, w), None), state, gs)[0]
         return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
 

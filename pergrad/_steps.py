@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
-from pergrad._compat import JaxprEqn, Primitive
+from pergrad._compat import JaxprEqn, Primitive, aval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Step:
 
 
 def _between_floats(eqn: JaxprEqn) -> bool:
-    return all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars))
+    return all(jnp.issubdtype(aval(v).dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars))
 
 
 _first = slice(0, 1)

@@ -63,7 +63,7 @@ class Sparse(Strategy):
                 m2 = _squares_around(mean, lookup, rows, w, n)
                 mean, m2 = (_moved(tail, lookup, x) for x in (mean, m2))
                 states.append(job.statistic.merge(job.start, (n, mean, m2)))
-            else:
+            elif isinstance(job.statistic, Mean):
                 states.append(job.start + _moved(tail, lookup, sums[job.statistic]))
         return states
 

@@ -33,7 +33,7 @@ class Streamed(Strategy):
         return "asks for all gradients" if isinstance(statistic, Individual) else None
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
-        shared = examples.weights if isinstance(examples.weights, float) else None
+        shared = None if isinstance(examples.weights, jax.Array) else examples.weights
         xs = (examples.factors, examples.weights if shared is None else None)
 
         def gradients(factors: list[jax.Array]) -> list[jax.Array]:

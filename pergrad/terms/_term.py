@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import jax
 
-from pergrad._compat import JaxprEqn, Var
+from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env, evaluate
 from pergrad._statistics import Weights
 
@@ -30,7 +30,7 @@ class Term(abc.ABC):
     @property
     def size(self) -> int:
         """How many numbers one example's term has."""
-        return math.prod(self.out.aval.shape)
+        return math.prod(aval(self.out).shape)
 
     @property
     def contributions(self) -> int:

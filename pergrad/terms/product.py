@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from pergrad._compat import JaxprEqn, Var
-from pergrad._eval import Env, read
+from pergrad._compat import JaxprEqn, Var, aval
+from pergrad._eval import Env, distinct, read
 from pergrad._statistics import Weights, accumulation_dtype, weigh
 from pergrad.terms._term import Term
 
@@ -39,12 +40,12 @@ class Product(Term):
     ) -> Product | None:
         if len(varying) < 2:
             return None
-        return Product(eqn, eqn.outvars[0], tuple(dict.fromkeys(eqn.invars)))
+        return Product(eqn, eqn.outvars[0], distinct(eqn.invars))
 
     @property
     def contributions(self) -> int:
         (contracted, _), _ = self.eqn.params["dimension_numbers"]
-        return math.prod(self.eqn.invars[0].aval.shape[a] for a in contracted)
+        return math.prod(aval(self.eqn.invars[0]).shape[a] for a in contracted)
 
     def form(self, env: Env) -> None:
         x, d = (read(env, v) for v in self.eqn.invars)
@@ -56,9 +57,10 @@ class Product(Term):
     def sum_of(self, phi: Callable[[Any], Any], env: Env, w: Weights) -> jax.Array:
         """sum_i w_i phi(X_i)^T phi(D_i), kept in float32 at least."""
         x, d = (phi(read(env, v)) for v in self.eqn.invars)
-        dtype = accumulation_dtype(self.out.aval.dtype)
-        if not isinstance(w, float):
-            x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), (w != 0).astype(dtype))
+        dtype = accumulation_dtype(aval(self.out).dtype)
+        if isinstance(w, jax.Array):
+            present = jnp.not_equal(w, 0).astype(dtype)
+            x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), present)
             return self._product(x, d, dtype, examples=1)
         # One weight for all goes where the fewest numbers are.
         if self.size <= min(x.size, d.size):

@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
-from pergrad._compat import Atom, JaxprEqn, Literal, Var
-from pergrad._eval import Env, read
+from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
+from pergrad._eval import Env, distinct, read
 from pergrad._statistics import Weights, accumulation_dtype, weigh
 from pergrad.terms._term import Term
 
@@ -61,7 +61,7 @@ class Lookup(Term):
 
     @property
     def window(self) -> tuple[int, ...]:
-        return tuple(a for a in range(len(self.out.aval.shape)) if a not in self.indexed)
+        return tuple(a for a in range(len(aval(self.out).shape)) if a not in self.indexed)
 
     @property
     def table(self) -> int:
@@ -69,7 +69,7 @@ class Lookup(Term):
         return math.prod(self.sizes(self.indexed))
 
     def sizes(self, axes: Collection[int]) -> tuple[int, ...]:
-        return tuple(self.out.aval.shape[a] for a in axes)
+        return tuple(aval(self.out).shape[a] for a in axes)
 
     def rows(self, env: Env) -> Rows:
         """The rows of all examples, whose factors in `env` are [B, ...]."""
@@ -113,18 +113,18 @@ class Scatter(Lookup):
     ) -> Scatter | None:
         if 1 not in varying or not is_zero(eqn.invars[0], made_by):
             return None
-        return Scatter(eqn, eqn.outvars[0], _distinct(eqn, varying))
+        return Scatter(eqn, eqn.outvars[0], distinct(eqn.invars[i] for i in varying))
 
     @property
     def contributions(self) -> int:
-        return math.prod(self.eqn.invars[1].aval.shape[:-1])
+        return math.prod(aval(self.eqn.invars[1]).shape[:-1])
 
     @property
     def indexed(self) -> tuple[int, ...]:
         return self.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
 
     def why_not_rows(self) -> str | None:
-        dims, updates = self.eqn.params["dimension_numbers"], self.eqn.invars[2].aval.shape
+        dims, updates = self.eqn.params["dimension_numbers"], aval(self.eqn.invars[2]).shape
         if dims.operand_batching_dims:
             return "the lookup has batching axes"
         if set(dims.inserted_window_dims) != set(self.indexed):
@@ -155,7 +155,7 @@ class Scatter(Lookup):
             update_window_dims=_shift(dims.update_window_dims),
             scatter_indices_batching_dims=_shift(dims.scatter_indices_batching_dims),
         )
-        zeros = jnp.zeros(self.out.aval.shape, updates.dtype)
+        zeros = jnp.zeros(aval(self.out).shape, updates.dtype)
         return lax.scatter_add(zeros, indices, weigh(updates, w), dims, mode=self.eqn.params["mode"])
 
     def _read(self, env: Env) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +163,7 @@ class Scatter(Lookup):
         _, indices, updates = (read(env, v) for v in self.eqn.invars)
         if self.eqn.invars[2] not in self.factors:
             updates = jnp.broadcast_to(updates[None], (indices.shape[0], *updates.shape))
-        return indices, updates.astype(accumulation_dtype(self.out.aval.dtype))
+        return indices, updates.astype(accumulation_dtype(aval(self.out).dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,19 +174,19 @@ class Slice(Lookup):
 
     @staticmethod
     def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Slice | None:
-        table, part, *_ = (v.aval.shape for v in eqn.invars)
+        table, part, *_ = (aval(v).shape for v in eqn.invars)
         moves = any(i >= 2 for i in varying) and table != part
         if not moves or not is_zero(eqn.invars[0], made_by):
             return None
-        return Slice(eqn, eqn.outvars[0], _distinct(eqn, varying))
+        return Slice(eqn, eqn.outvars[0], distinct(eqn.invars[i] for i in varying))
 
     @property
     def contributions(self) -> int:
-        return math.prod(self.eqn.invars[1].aval.shape[a] for a in self.indexed)
+        return math.prod(aval(self.eqn.invars[1]).shape[a] for a in self.indexed)
 
     @property
     def indexed(self) -> tuple[int, ...]:
-        table, part = self.out.aval.shape, self.eqn.invars[1].aval.shape
+        table, part = aval(self.out).shape, aval(self.eqn.invars[1]).shape
         return tuple(a for a in range(len(table)) if part[a] != table[a])
 
     def why_not_rows(self) -> str | None:
@@ -202,7 +202,7 @@ class Slice(Lookup):
 
         part = in_front(part, self.eqn.invars[1])
         size = env[self.factors[0]].shape[0]
-        table_shape, part_shape = self.out.aval.shape, self.eqn.invars[1].aval.shape
+        table_shape, part_shape = aval(self.out).shape, aval(self.eqn.invars[1]).shape
         places = np.indices([part_shape[a] for a in self.indexed]).reshape(len(self.indexed), -1)
         along = []
         for a, place in zip(self.indexed, places, strict=True):
@@ -220,21 +220,19 @@ class Slice(Lookup):
         return self.to_table(keys, weigh(values, w)[:, :, None])[0]
 
 
-def _distinct(eqn: JaxprEqn, varying: Collection[int]) -> tuple[Var, ...]:
-    return tuple(dict.fromkeys(v for i, v in enumerate(eqn.invars) if i in varying))
-
-
 def _shift(axes: Collection[int]) -> tuple[int, ...]:
     """The same axes, behind the example axis."""
     return tuple(int(a) + 1 for a in axes)
 
 
 def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether an operand is known to be zeros."""
     if isinstance(atom, Literal):
         return bool(np.all(np.asarray(atom.val) == 0))
     eqn = made_by.get(atom)
-    is_broadcast = eqn is not None and eqn.primitive is primitives.broadcast_in_dim_p
-    return is_broadcast and is_zero(eqn.invars[0], made_by)
+    if eqn is None or eqn.primitive is not primitives.broadcast_in_dim_p:
+        return False
+    return is_zero(eqn.invars[0], made_by)
 
 
 def _first_of_equals(keys: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-from pergrad._compat import JaxprEqn, Var
+from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env
 from pergrad._statistics import Weights, accumulation_dtype, weigh
 from pergrad.terms._term import Term
@@ -35,5 +35,5 @@ class Total(Term):
         return self.made_by is not None and self.made_by.primitive is primitives.reduce_sum_p
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
-        value = env[self.out].astype(accumulation_dtype(self.out.aval.dtype))
+        value = env[self.out].astype(accumulation_dtype(aval(self.out).dtype))
         return jnp.sum(weigh(value, w), axis=0)
