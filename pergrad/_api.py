@@ -1,4 +1,4 @@
-"""What users call: validate, flatten, and take the four steps trace, cut, plan, run."""
+"""What users call. `_call` checks and flattens, and takes the four steps trace, cut, plan, run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from pergrad._call import Call, Request
 from pergrad._plan import Plan
-from pergrad._run import run
 
 ArgNums = int | Sequence[int]
 
@@ -76,11 +75,7 @@ def value_and_stats(
     )
 
     def stats_fn(*args: Any, example_weights: Any = None, **kwargs: Any) -> Any:
-        call = Call(request, args, kwargs)
-        weights = call.check_weights(example_weights)
-        cut, plan = call.prepare()
-        outcome = run(cut, plan, call.params, call.examples(), call.shares(weights))
-        return call.assemble(cut, plan, outcome, weights)
+        return Call(request, args, kwargs).run(example_weights)
 
     return stats_fn
 
@@ -120,6 +115,6 @@ def explain(
     request = Request(fun, stats, argnums, **options)
 
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
-        return Call(request, args, kwargs).prepare()[1]
+        return Call(request, args, kwargs).plan()[1]
 
     return plan_of

@@ -16,10 +16,10 @@ import numpy as np
 from jax.core import Tracer
 
 from pergrad._compat import aval
-from pergrad._cut import Cut, cut
+from pergrad._cut import Cut, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._plan import STRATEGIES, Plan, make_plan
-from pergrad._run import Outcome
+from pergrad._run import Outcome, run
 from pergrad._statistics import (
     Accumulator,
     Count,
@@ -149,7 +149,7 @@ class Call:
                     "does not name."
                 )
             paths.append(path)
-            leaves.append(leaf)
+            leaves.append(_as_array(leaf))
         if not leaves:
             raise ArgumentError(f"argument {self.argnums} has no parameters to differentiate.")
         return leaves, tree, paths
@@ -194,7 +194,30 @@ class Call:
             for path, leaf in jax.tree_util.tree_leaves_with_path(self.args[n])
         ]
 
-    def check_weights(self, weights: Any) -> jax.Array | None:
+    def run(self, example_weights: Any = None) -> Any:
+        """The four steps, and the results."""
+        weights = self._check_weights(example_weights)
+        cut, plan = self.plan()
+        outcome = run(cut, plan, self.params, self._examples(), self._shares(weights))
+        return self._assemble(cut, plan, outcome, weights)
+
+    def plan(self) -> tuple[Cut, Plan]:
+        """Steps 1 to 3."""
+        self._check_variance(self.size)
+        example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
+        request = self.request
+        cut = make_cut(trace(self._one_example, self.params, [*example, *self.keys], request.has_aux))
+        plan = make_plan(
+            cut,
+            request.accumulators,
+            self.paths,
+            self.size,
+            request.microbatch_size,
+            request.strategy,
+        )
+        return cut, plan
+
+    def _check_weights(self, weights: Any) -> jax.Array | None:
         """The example weights as an array, or None if there are none."""
         if weights is None:
             return None
@@ -214,15 +237,15 @@ class Call:
             self._check_variance(float(values.sum()))
         return weights
 
-    def count(self, weights: jax.Array | None) -> jax.Array:
+    def _count(self, weights: jax.Array | None) -> jax.Array:
         """The number of examples, counted with their weights."""
         if weights is None:
             return jnp.asarray(self.size, jnp.result_type(float))
         return jnp.sum(weights)
 
-    def shares(self, weights: jax.Array | None) -> Weights:
+    def _shares(self, weights: jax.Array | None) -> Weights:
         """Each example's share of the batch."""
-        return 1 / self.size if weights is None else weights / self.count(weights)
+        return 1 / self.size if weights is None else weights / self._count(weights)
 
     def _check_variance(self, count: float) -> None:
         if count <= 1 and any(isinstance(s, Variance) for s in self.request.accumulators):
@@ -231,26 +254,9 @@ class Call:
                 "batch, or leave Variance out."
             )
 
-    def examples(self) -> list[jax.Array]:
+    def _examples(self) -> list[jax.Array]:
         """The leaves that differ from example to example, [B, ...]: the batch and the keys."""
         return [*self.batch, *(jax.random.split(key, self.size) for key in self.keys)]
-
-    def prepare(self) -> tuple[Cut, Plan]:
-        """Steps 1 to 3."""
-        self._check_variance(self.size)
-        example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
-        program = trace(self._one_example, self.params, [*example, *self.keys], self.request.has_aux)
-        request = self.request
-        parts = cut(program)
-        plan = make_plan(
-            parts,
-            request.accumulators,
-            self.paths,
-            self.size,
-            request.microbatch_size,
-            request.strategy,
-        )
-        return parts, plan
 
     def loss_of_batch(
         self, params: Sequence[Any], batch: Sequence[Any], keys: Sequence[Any] = ()
@@ -290,9 +296,9 @@ class Call:
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise ArgumentError(f"the loss must be a real number; it is {_kind(value)}.")
 
-    def assemble(self, parts: Cut, plan: Plan, outcome: Outcome, w: jax.Array | None) -> Any:
+    def _assemble(self, cut: Cut, plan: Plan, outcome: Outcome, w: jax.Array | None) -> Any:
         """The results of `value_and_stats`, from what the run returned."""
-        count = self.count(w)
+        count = self._count(w)
         states = {
             (tail_plan.tail.params[k], statistic): state
             for tail_plan, own in zip(plan.tails, outcome.states, strict=True)
@@ -303,7 +309,7 @@ class Call:
             if isinstance(statistic, Accumulator):
                 leaves = [
                     statistic.finish(states[i, statistic], count, aval(grad))
-                    for i, grad in enumerate(parts.program.grads)
+                    for i, grad in enumerate(cut.program.grads)
                 ]
                 return self._like_params(leaves)
             if isinstance(statistic, Loss):
@@ -313,13 +319,12 @@ class Call:
 
         dtype = outcome.losses.dtype
         losses = outcome.losses.astype(accumulation_dtype(dtype))
-        value = jnp.sum(weigh(losses, self.shares(w))).astype(dtype)
+        value = jnp.sum(weigh(losses, self._shares(w))).astype(dtype)
         if self.request.has_aux:
-            value = value, jax.tree.unflatten(parts.program.aux_tree, outcome.aux)
+            value = value, jax.tree.unflatten(cut.program.aux_tree, outcome.aux)
         return value, jax.tree.map(result, self.request.stats)
 
     def _like_params(self, leaves: Sequence[Any]) -> Any:
-        # A leaf here may itself be a tree (Fold), so the trees of parameters are filled one by one.
         trees = jax.tree.unflatten(self.params_tree, leaves)
         return trees[0] if isinstance(self.request.argnums, int) else trees
 

@@ -22,7 +22,6 @@ from pergrad import _compat
 from pergrad._call import ArgNums, Call, Request
 from pergrad._compat import JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
-from pergrad._run import run
 from pergrad._statistics import Individual, Loss, Mean
 from pergrad._trace import flat_jaxpr
 
@@ -66,9 +65,7 @@ def check(
             raise ArgumentError("check needs a batch of at least two examples.")
         if not request.keep_batch_dim:
             return  # A loss of one example cannot mix any.
-        parts, plan = call.prepare()
-        outcome = run(parts, plan, call.params, call.examples(), call.shares(None))
-        value, (mean, square, losses) = call.assemble(parts, plan, outcome, None)
+        value, (mean, square, losses) = call.run()
         whole, gradient = jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
         value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)
         seen = _Seen(call, _flat(mean), _flat(gradient), losses, whole, rtol)
@@ -128,10 +125,7 @@ def _if_weighted(seen: _Seen) -> str | None:
     if seen.mean.size < 2 * call.size or seen.mean.size * call.size > LARGEST_DIAGNOSIS:
         return None
     individual = Request(call.request.fun, Individual(), **_options(call.request))
-    each = Call(individual, call.args, call.kwargs)
-    parts, plan = each.prepare()
-    outcome = run(parts, plan, each.params, each.examples(), each.shares(None))
-    _, gradients = each.assemble(parts, plan, outcome, None)
+    _, gradients = Call(individual, call.args, call.kwargs).run()
     rows = np.concatenate(
         [np.asarray(g, np.float64).reshape(call.size, -1) for g in jax.tree.leaves(gradients)], axis=1
     )

@@ -43,11 +43,11 @@ class Cut:
     varies: frozenset[Var]
 
 
-def cut(program: Program) -> Cut:
+def make_cut(program: Program) -> Cut:
     """Cuts the gradient program of one example."""
     walk = _Walk(program)
     if walk.calls:
-        return cut(_trace.look_into(program, walk.calls))
+        return make_cut(_trace.look_into(program, walk.calls))
     groups = _connected([walk.collect(grad) for grad in program.grads])
     tails = tuple(_make_tail(program, walk, params, eqns) for params, eqns in groups)
     needed = {v for t in tails for v in (*t.factors, *t.constants)}

@@ -45,7 +45,7 @@ class Backend:
 
 BACKENDS = {
     # Measured on two cores. A batched product is a loop over products that use one core each.
-    "cpu": Backend("cpu", 2e11, 1e10, 2e10, 6e10, 6.4e7, 1e-5, False, 0, 1e8),
+    "cpu": Backend("cpu", 2e11, 1e10, 2e10, 6e10, 6.4e7, 1e-5, False, 0, 8e7),
     # Not measured. Batched products run at full rate, and loops should have few and large steps.
     "gpu": Backend("gpu", 5e13, 5e13, 1e12, 1e12, 4e7, 2e-5, True, 2.56e8, 1e11),
     "tpu": Backend("tpu", 1e14, 1e14, 1e12, 1e12, 1e8, 1e-5, True, 2.56e8, 1e11),

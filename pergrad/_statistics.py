@@ -179,7 +179,7 @@ class Mean(Accumulator):
         return state.astype(like.dtype) if self.phi is None else state
 
     def __repr__(self) -> str:
-        phi = "" if self.phi is None else getattr(self.phi, "__name__", repr(self.phi))
+        phi = "" if self.phi is None else _name(self.phi)
         said = "" if self.factorable is None else f"factorable={self.factorable}"
         return f"Mean({', '.join(filter(None, [phi, said]))})"
 
@@ -247,6 +247,10 @@ class Variance(Accumulator):
         return "Variance()"
 
 
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
 def _positive(share: jax.Array) -> jax.Array:
     """`share`, or 1 where it is 0, to divide by."""
     return jnp.where(share > 0, share, jnp.ones_like(share))
@@ -266,7 +270,7 @@ class Individual(Accumulator):
         return state
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Fold(Accumulator):
     """Any reduction of a parameter's per-example gradients, in the order of the batch.
 
@@ -322,6 +326,10 @@ class Fold(Accumulator):
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         return state if self.finish_state is None else self.finish_state(state)
+
+    def __repr__(self) -> str:
+        functions = (self.init_state, self.update, self.finish_state)
+        return f"Fold({', '.join(_name(f) for f in functions if f is not None)})"
 
 
 @dataclasses.dataclass(frozen=True)
