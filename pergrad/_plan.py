@@ -149,7 +149,7 @@ def _why(strategy: Strategy, tail: Tail, size: int) -> str:
     term = tail.terms[0]
     match strategy.name:
         case "summed":
-            return "the mean alone: one sum over examples and positions"
+            return "mean: one sum over all examples"
         case "factored":
             return "an outer product for each example"
         case "sparse":
@@ -166,7 +166,7 @@ def _why_materialised(tail: Tail, size: int) -> str:
         return "one example at a time"
     for term in tail.terms:
         if isinstance(term, Total) and not term.is_sum and term.made_by is not None:
-            return f"small; made by {term.made_by.primitive} at {_compat.user_line(term.made_by)}"
+            return f"made by {term.made_by.primitive} at {_compat.user_line(term.made_by)}"
     return "small"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import ClassVar
 
 import jax
 
@@ -21,11 +20,14 @@ class Term(abc.ABC):
     `out` is the sum, `factors` is what it is made of, as far as that differs from example to example.
     """
 
-    kind: ClassVar[str]
-
     eqn: JaxprEqn | None
     out: Var
     factors: tuple[Var, ...]
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> str:
+        """What the plan calls it."""
 
     @property
     def size(self) -> int:

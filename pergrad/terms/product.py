@@ -30,9 +30,11 @@ from pergrad.terms._term import Term
 
 @dataclasses.dataclass(frozen=True)
 class Product(Term):
-    kind = "product"
-
     eqn: JaxprEqn
+
+    @property
+    def kind(self) -> str:
+        return "product"
 
     @staticmethod
     def match(

@@ -105,7 +105,9 @@ class Lookup(Term):
 class Scatter(Lookup):
     """`scatter-add`, what indexing, `take` and `take_along_axis` leave behind."""
 
-    kind = "scatter"
+    @property
+    def kind(self) -> str:
+        return "scatter"
 
     @staticmethod
     def match(
@@ -170,7 +172,9 @@ class Scatter(Lookup):
 class Slice(Lookup):
     """`dynamic_update_slice` onto zeros, what `dynamic_slice` leaves behind: neighbouring lookups."""
 
-    kind = "slice"
+    @property
+    def kind(self) -> str:
+        return "slice"
 
     @staticmethod
     def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Slice | None:

@@ -22,9 +22,11 @@ from pergrad.terms._term import Term
 class Total(Term):
     """`made_by` is the equation of the backbone that makes the value, if there is one."""
 
-    kind = "sum"
-
     made_by: JaxprEqn | None = None
+
+    @property
+    def kind(self) -> str:
+        return "sum" if self.is_sum else "value"
 
     @staticmethod
     def of(value: Var, made_by: JaxprEqn | None) -> Total:
