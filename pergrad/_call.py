@@ -258,10 +258,10 @@ class Call:
         """The leaves that differ from example to example, [B, ...]: the batch and the keys."""
         return [*self.batch, *(jax.random.split(key, self.size) for key in self.keys)]
 
-    def loss_of_batch(
+    def arguments(
         self, params: Sequence[Any], batch: Sequence[Any], keys: Sequence[Any] = ()
-    ) -> Any:
-        """The user's loss from flat lists; `keys` take the place of the arguments in rng_argnums."""
+    ) -> list[Any]:
+        """The user's arguments, with the leaves of three roles replaced by these."""
         args = list(self.args)
         for numbers, tree, leaves in (
             (self.argnums, self.params_tree, params),
@@ -270,13 +270,13 @@ class Call:
         ):
             for number, arg in zip(numbers, jax.tree.unflatten(tree, leaves), strict=True):
                 args[number] = arg
-        return self.request.fun(*args, **self.kwargs)
+        return args
 
     def _one_example(self, params: Sequence[Any], example: Sequence[Any]) -> Any:
         batch, keys = example[: len(self.batch)], example[len(self.batch) :]
         if self.request.keep_batch_dim:
             batch = [x[None] for x in batch]
-        out = self.loss_of_batch(params, batch, keys)
+        out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
         if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {_kind(out)}.")
         self._check_value(out[0] if self.request.has_aux else out)

@@ -65,10 +65,18 @@ def check(
             raise ArgumentError("check needs a batch of at least two examples.")
         if not request.keep_batch_dim:
             return  # A loss of one example cannot mix any.
-        value, (mean, square, losses) = call.run()
-        whole, gradient = jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
+
+        @jax.jit
+        def both(params: Sequence[Any], batch: Sequence[Any]) -> Any:
+            args = call.arguments(params, batch)
+            each = Call(request, args, kwargs).run()
+            return each, jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
+
+        (value, (mean, square, losses)), (whole, gradient) = both(call.params, call.batch)
         value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)
-        seen = _Seen(call, _flat(mean), _flat(gradient), losses, whole, rtol)
+        eps = max(float(jnp.finfo(x.dtype).eps) for x in call.params)
+        tolerance = eps**0.6 if rtol is None else rtol
+        seen = _Seen(call, _flat(mean), _flat(gradient), losses, whole, tolerance)
         leaves = zip(call.paths, *map(jax.tree.leaves, (mean, gradient, square)), strict=True)
         wrong = [path for path, a, b, sq in leaves if not seen.close(a, b, np.sqrt(np.sum(sq)))]
         if wrong or not seen.close(value, whole, np.mean(np.abs(losses))):
@@ -85,15 +93,12 @@ class _Seen(NamedTuple):
     gradient: np.ndarray
     losses: np.ndarray
     whole_loss: Any
-    rtol: float | None
+    rtol: float
 
     def close(self, a: Any, b: Any, scale: Any) -> bool:
         """Whether `a` and `b` agree but for rounding, which grows with what was added up."""
-        rtol = self.rtol
-        if rtol is None:
-            rtol = float(jnp.finfo(jnp.result_type(a)).eps) ** 0.6
         a, b = (np.asarray(x, np.float64) for x in (a, b))
-        return bool(np.linalg.norm(a - b) <= rtol * (np.linalg.norm(b) + np.float64(scale)))
+        return bool(np.linalg.norm(a - b) <= self.rtol * (np.linalg.norm(b) + np.float64(scale)))
 
 
 def _flat(tree: Any) -> np.ndarray:
@@ -131,7 +136,7 @@ def _if_weighted(seen: _Seen) -> str | None:
     )
     c, *_ = np.linalg.lstsq(rows.T, seen.gradient, rcond=None)
     scale = np.linalg.norm(rows)
-    agrees = seen.close(c @ rows, seen.gradient.astype(np.float32), scale) and seen.close(
+    agrees = seen.close(c @ rows, seen.gradient, scale) and seen.close(
         c @ np.asarray(seen.losses, np.float64), seen.whole_loss, np.mean(np.abs(seen.losses))
     )
     if not agrees or np.any(c < 0) or abs(c.sum() - 1) > 1e-2:
@@ -176,7 +181,11 @@ def _where_examples_meet(call: Call) -> str | None:
     prime = next((p for p in (61, 67, 71, 73, 79, 83, 89, 97) if all(d % p for d in sizes)), 101)
     batch = [jax.ShapeDtypeStruct((prime, *x.shape[1:]), x.dtype) for x in call.batch]
     try:
-        jaxpr = flat_jaxpr(call.loss_of_batch, call.params, batch)
+        jaxpr = flat_jaxpr(
+            lambda params, batch: call.request.fun(*call.arguments(params, batch), **call.kwargs),
+            call.params,
+            batch,
+        )
     except (
         Exception
     ):  # The loss insists on another batch length: it is still wrong, but where is not known.

@@ -22,7 +22,6 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable
 
-from pergrad import _trace
 from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
 from pergrad._steps import ONE_TO_ONE, STEPS
 from pergrad._tail import Tail
@@ -46,8 +45,6 @@ class Cut:
 def make_cut(program: Program) -> Cut:
     """Cuts the gradient program of one example."""
     walk = _Walk(program)
-    if walk.calls:
-        return make_cut(_trace.look_into(program, walk.calls))
     groups = _connected([walk.collect(grad) for grad in program.grads])
     tails = tuple(_make_tail(program, walk, params, eqns) for params, eqns in groups)
     needed = {v for t in tails for v in (*t.factors, *t.constants)}
@@ -67,7 +64,6 @@ class _Walk:
         self.order = {id(eqn): i for i, eqn in enumerate(eqns)}
         self.terms: dict[Var, Term] = {}
         self.steps: set[int] = set()
-        self.calls: list[JaxprEqn] = []
         self._find_tails(program)
         self._choose_cut(eqns)
 
@@ -85,8 +81,6 @@ class _Walk:
             varying = self.varying_operands(eqn)
             if in_tail and self._is_term(eqn, varying):
                 wanted_by_backbone |= _variables(eqn.invars)
-            elif in_tail and eqn.primitive in _trace.CUSTOM_CALLS:
-                self.calls.append(eqn)
             elif in_tail and self._is_step(eqn, varying):
                 self.steps.add(id(eqn))
                 wanted_by_tails |= _variables(eqn.invars)

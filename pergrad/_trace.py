@@ -9,9 +9,9 @@ and that is how it is inlined here: the body follows an `optimization_barrier` o
 ties the recomputation to the cotangents, so XLA neither merges it with the forward pass nor runs it
 early.
 
-`custom_jvp` and `custom_vjp` calls that are left in a gradient program belong to nothing that was
-differentiated. They stay calls, so that a user who differentiates the statistics still gets their
-rules; only one that a gradient itself passes through is looked into (`look_into`).
+`custom_jvp` and `custom_vjp` functions that a parameter went through have been replaced by their rules
+when the loss was differentiated. Those that are left belong to nothing that was, and stay calls: whoever
+differentiates the statistics gets their rules.
 """
 
 from __future__ import annotations
@@ -60,8 +60,22 @@ def trace(
         return value, aux, grads
 
     nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(params, example)
+    flat = jax.make_jaxpr(lambda *args: _inline(nested.jaxpr, nested.consts, args, CALLS))(
+        *params, *example
+    )
+    jaxpr = _compat.drop_dead_code(flat.jaxpr)
     aux_leaves, aux_tree = jax.tree.flatten(aux_shape)
-    return _flatten(nested, len(params), len(aux_leaves), aux_tree, CALLS)
+    end_of_aux = 1 + len(aux_leaves)
+    return Program(
+        jaxpr=jaxpr,
+        consts=flat.consts,
+        params=tuple(jaxpr.invars[: len(params)]),
+        example=tuple(jaxpr.invars[len(params) :]),
+        value=jaxpr.outvars[0],
+        aux=tuple(jaxpr.outvars[1:end_of_aux]),
+        grads=tuple(jaxpr.outvars[end_of_aux:]),
+        aux_tree=aux_tree,
+    )
 
 
 def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
@@ -71,39 +85,6 @@ def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
         lambda *leaves: _inline(nested.jaxpr, nested.consts, leaves, CALLS | CUSTOM_CALLS)
     )
     return inlined(*jax.tree.leaves(args)).jaxpr
-
-
-def look_into(program: Program, calls: Sequence[JaxprEqn]) -> Program:
-    """The same program with these `custom_jvp` and `custom_vjp` calls inlined."""
-    chosen = {id(eqn) for eqn in calls}
-
-    def inline_if_chosen(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
-        if id(eqn) in chosen:
-            return CUSTOM_CALLS[eqn.primitive](eqn, args, table)
-        return _compat.bind(eqn, args)
-
-    closed = ClosedJaxpr(program.jaxpr, program.consts)
-    table = CALLS | dict.fromkeys(CUSTOM_CALLS, inline_if_chosen)
-    return _flatten(closed, len(program.params), len(program.aux), program.aux_tree, table)
-
-
-def _flatten(
-    nested: ClosedJaxpr, n_params: int, n_aux: int, aux_tree: Any, table: InlineTable
-) -> Program:
-    flat = jax.make_jaxpr(lambda *args: _inline(nested.jaxpr, nested.consts, args, table))(
-        *[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in nested.in_avals]
-    )
-    jaxpr = _compat.drop_dead_code(flat.jaxpr)
-    return Program(
-        jaxpr=jaxpr,
-        consts=flat.consts,
-        params=tuple(jaxpr.invars[:n_params]),
-        example=tuple(jaxpr.invars[n_params:]),
-        value=jaxpr.outvars[0],
-        aux=tuple(jaxpr.outvars[1 : 1 + n_aux]),
-        grads=tuple(jaxpr.outvars[1 + n_aux :]),
-        aux_tree=aux_tree,
-    )
 
 
 def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], table: InlineTable) -> list[Any]:

@@ -27,6 +27,7 @@ def per_example(
     """Returns `(values, aux, grads)`, each leaf with an axis of examples in front; aux or None."""
     batched, keys = _positions(batch_argnums, args), _positions(rng_argnums, args)
     num_examples = len(jax.tree.leaves([args[n] for n in sorted(batched)])[0])
+    value_and_grad = jax.jit(jax.value_and_grad(fun, argnums, has_aux=has_aux))
     results = []
     for i in range(num_examples):
         example = list(args)
@@ -34,10 +35,8 @@ def per_example(
             index = slice(i, i + 1) if keep_batch_dim else i
             example[n] = jax.tree.map(lambda x, index=index: x[index], args[n])
         for n in keys:
-            example[n] = jax.tree.map(
-                lambda key, i=i: jax.random.split(key, num_examples)[i], args[n]
-            )
-        out, grads = jax.value_and_grad(fun, argnums, has_aux=has_aux)(*example)
+            example[n] = jax.tree.map(lambda key, i=i: jax.random.split(key, num_examples)[i], args[n])
+        out, grads = value_and_grad(*example)
         value, aux = out if has_aux else (out, None)
         results.append((value, aux, grads))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *results)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._eval import evaluate_wide, read
-from pergrad._statistics import Accumulator, Mean, State, Variance, Weights, weigh
+from pergrad._statistics import Accumulator, Mean, State, Variance, Weights, total, weigh
 from pergrad._steps import STEPS
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -70,11 +70,14 @@ class Sparse(Strategy):
 
 def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: jax.Array) -> jax.Array:
     first = rows.first.reshape(*rows.first.shape, *(1,) * (rows.values.ndim - 2))
-    apart = jnp.square(rows.values - lookup.at(mean, rows.keys))
-    apart = weigh(jnp.where(first, apart, 0), w)
-    touched = weigh(jnp.broadcast_to(first.astype(apart.dtype), apart.shape), w)
-    m2, t = lookup.to_table(rows.keys, jnp.stack([apart, touched], axis=2))
-    return m2 + jnp.maximum(n - t, 0) * jnp.square(mean)
+    first = jnp.broadcast_to(first, rows.values.shape).astype(rows.values.dtype)
+    is_there = jnp.not_equal(w, 0).astype(first.dtype) if isinstance(w, jax.Array) else 1.0
+    apart = first * jnp.square(rows.values - lookup.at(mean, rows.keys))
+    columns = [weigh(apart, w), weigh(first, w), weigh(first, is_there)]
+    m2, t, touching = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
+    # A row that all touch has t = n, which rounding would miss: a whole number tells.
+    all_touch = touching == total(is_there, rows.first.shape[0])
+    return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)
 
 
 def _moved(tail: Tail, lookup: Lookup, table: jax.Array) -> jax.Array:
@@ -88,5 +91,5 @@ def _is_finite_at_zero(mean: Mean) -> bool:
     try:
         with jax.ensure_compile_time_eval():
             return bool(jnp.isfinite(mean.apply(jnp.zeros((), jnp.float32))))
-    except jax.errors.JAXTypeError:  # phi closes over a traced value
+    except Exception:  # phi closes over a traced value, or is not elementwise
         return False

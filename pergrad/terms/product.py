@@ -64,8 +64,8 @@ class Product(Term):
             present = jnp.not_equal(w, 0).astype(dtype)
             x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), present)
             return self._product(x, d, dtype, examples=1)
-        # One weight for all goes where the fewest numbers are.
-        if self.size <= min(x.size, d.size):
+        # One weight for all goes where the fewest numbers are, but not into half-precision ones.
+        if self.size <= min(x.size, d.size) or x.dtype != dtype:
             return weigh(self._product(x, d, dtype, examples=1), w)
         x, d = (weigh(x, w), d) if x.size < d.size else (x, weigh(d, w))
         return self._product(x, d, dtype, examples=1)

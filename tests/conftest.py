@@ -1,0 +1,199 @@
+"""Strict mode for every test, and what they share: the statistics and their truth.
+
+Every number is compared with the oracle in float64, whatever the dtype under test; the oracle is then
+given the same inputs, rounded to that dtype. All bounds follow from one number, `ERROR[dtype]`: how far
+an example's gradient may be from the true one, as a fraction of the largest entry G of its leaf. A
+statistic E[phi(g)] may then be off by that error times the slope of phi, and by the rounding of the
+values of phi that are summed:
+
+    |result - truth| <= ERROR * (max |phi'| * G + max |phi|)    both over [-G, G].
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Programs that run once, on tiny arrays: what counts is the time to compile them.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pergrad as pg
+from tests import oracle
+from tests.cases import Case
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)
+
+Tree = Any
+
+ERROR = {
+    # A few hundred roundings of 1e-16 each.
+    "float64": 1e-12,
+    # The same count of roundings of 6e-8.
+    "float32": 1e-4,
+    # Roundings of 4e-3 each, in the model's own forward and backward pass, which no strategy can undo.
+    "bfloat16": 1e-1,
+}
+# A leaf's G is not taken to be less than this fraction of the largest gradient of all parameters and of
+# the loss: a gradient that is zero by cancellation is as inexact as what cancels.
+SMALLEST_LEAF = 1e-3
+
+
+def signed_square(g: Any) -> Any:
+    """The square with the sign of its argument: factorable, which the library cannot know."""
+    return g * abs(g)
+
+
+def largest_magnitude(state: Any, g: Any) -> Any:
+    return jnp.maximum(state, jnp.abs(g))
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A statistic, its truth for one leaf [B, ...] and weights [B], and the bound on its error.
+
+    `slope` and `size` give the largest |phi'| and |phi| over gradients up to G.
+    """
+
+    statistic: pg.Statistic
+    truth: Callable[[np.ndarray, Any], np.ndarray]
+    slope: Callable[[float], float]
+    size: Callable[[float], float]
+
+
+def _mean_of(phi: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray, Any], np.ndarray]:
+    return lambda g, w: oracle.mean_of(phi, g, w)
+
+
+EXPECTATIONS = {
+    "mean": Expectation(pg.Mean(), oracle.mean, lambda G: 1, lambda G: G),
+    "square": Expectation(pg.Mean(jnp.square), _mean_of(np.square), lambda G: 2 * G, lambda G: G**2),
+    "abs": Expectation(pg.Mean(jnp.abs), _mean_of(np.abs), lambda G: 1, lambda G: G),
+    "cube": Expectation(
+        pg.Mean(pg.power(3)), _mean_of(lambda g: g**3), lambda G: 3 * G**2, lambda G: G**3
+    ),
+    # Not factorable, and phi(0) is not 0.
+    "cos": Expectation(pg.Mean(jnp.cos), _mean_of(np.cos), lambda G: 1, lambda G: 1),
+    "signed_square": Expectation(
+        pg.Mean(signed_square, factorable=True),
+        _mean_of(signed_square),
+        lambda G: 2 * G,
+        lambda G: G**2,
+    ),
+    # Deviations from the mean are up to 2 G; the sum is over the examples less one, so up to twice.
+    "variance": Expectation(pg.Variance(), oracle.variance, lambda G: 8 * G, lambda G: 8 * G**2),
+    "fold": Expectation(
+        pg.Fold(jnp.zeros_like, largest_magnitude),
+        lambda g, w: np.max(np.abs(_kept(g, w)), axis=0),
+        lambda G: 1,
+        lambda G: G,
+    ),
+}
+STATISTICS = {name: e.statistic for name, e in EXPECTATIONS.items()} | {
+    "sign": pg.Mean(jnp.sign),
+    "individual": pg.Individual(),
+    "loss": pg.Loss(),
+    "count": pg.Count(),
+}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The oracle's answer: each example's loss [B], aux and gradients, leaves [B, ...]."""
+
+    losses: np.ndarray
+    aux: Tree
+    grads: Tree
+
+
+@functools.cache
+def truth_of(case: Case, dtype: str) -> Truth:
+    """The truth of a case in float64, from arguments that were rounded to `dtype`."""
+
+    def widen(x: Any) -> Any:
+        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    args = jax.tree.map(widen, case.make_args(jnp.dtype(dtype)))
+    return Truth(*oracle.per_example(case.loss, args, **options(case)))
+
+
+def options(case: Case) -> dict[str, Any]:
+    names = ("argnums", "batch_argnums", "rng_argnums", "has_aux")
+    return {name: getattr(case, name) for name in names}
+
+
+def assert_agrees(out: Any, truth: Truth, weights: Any, error: float) -> None:
+    """Compares what `value_and_stats` returned for some of `STATISTICS` with the truth.
+
+    `error` is what a gradient may be off by, as a fraction of the largest of its leaf. An example of
+    weight 0 may have any loss, aux and gradient of its own.
+    """
+    value, stats = out
+    w = np.ones(len(truth.losses)) if weights is None else np.asarray(weights)
+    if truth.aux is not None:
+        value, aux = value
+        _assert_aux(aux, truth.aux, w, error)
+    losses = np.asarray(truth.losses)
+    loss_bound = error * (1 + np.max(np.abs(losses)))
+    _assert_within(value, oracle.mean(losses, w), loss_bound, "value")
+    if "loss" in stats:
+        _assert_within(_kept(stats["loss"], w), _kept(losses, w), loss_bound, "loss")
+    if "count" in stats:
+        assert stats["count"] == w.sum()
+
+    with_path, tree = jax.tree_util.tree_flatten_with_path(truth.grads)
+    largest = max(np.max(np.abs(_kept(x, w)), initial=0) for x in (losses, *(g for _, g in with_path)))
+    flat = {
+        name: tree.flatten_up_to(stat) for name, stat in stats.items() if name not in ("loss", "count")
+    }
+    for i, (path, g) in enumerate(with_path):
+        g = np.asarray(g, np.float64)
+        G = max(np.max(np.abs(_kept(g, w)), initial=0), SMALLEST_LEAF * largest)
+        for name, leaves in flat.items():
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            if name == "sign":
+                _assert_sign(leaves[i], g, w, error, G, where)
+            elif name == "individual":
+                _assert_within(_kept(leaves[i], w), _kept(g, w), error * G, where)
+            else:
+                e = EXPECTATIONS[name]
+                bound = error * (e.slope(G) * G + e.size(G))
+                _assert_within(leaves[i], e.truth(g, w), bound, where)
+            if name == "variance":
+                assert np.all(np.asarray(leaves[i]) >= 0), where
+
+
+def _assert_sign(result: Any, g: np.ndarray, w: np.ndarray, error: float, G: float, where: str) -> None:
+    """An entry that is zero up to rounding may have any sign, so its weight bounds the difference."""
+    unsure = _mean_of(lambda g: np.abs(g) <= error * G)(g, w)
+    difference = np.abs(np.asarray(result, np.float64) - _mean_of(np.sign)(g, w))
+    # An exact zero counts as sure where all examples have it: a row that nobody looked up.
+    unsure = np.where(np.all(_kept(g, w) == 0, axis=0), 0, unsure)
+    assert np.all(difference <= 2 * unsure + max(error, 1e-12) / 10), f"{where}: {difference}"
+
+
+def _assert_aux(aux: Tree, truth: Tree, w: np.ndarray, error: float) -> None:
+    assert jax.tree.structure(aux) == jax.tree.structure(truth)
+    for result, x in zip(jax.tree.leaves(aux), jax.tree.leaves(truth), strict=True):
+        if np.issubdtype(x.dtype, np.integer):
+            # A choice between two numbers that are equal up to rounding may fall either way.
+            assert error > 1e-6 or np.array_equal(_kept(result, w), _kept(x, w))
+        else:
+            _assert_within(_kept(result, w), _kept(x, w), error * (1 + np.max(np.abs(x))), "aux")
+
+
+def _assert_within(result: Any, truth: Any, bound: float, where: str) -> None:
+    result, truth = np.asarray(result, np.float64), np.asarray(truth, np.float64)
+    assert result.shape == truth.shape, f"{where}: shape {result.shape}, not {truth.shape}"
+    difference = np.max(np.abs(result - truth), initial=0)
+    assert difference <= bound, f"{where}: off by {difference:.3g}, more than {bound:.3g}"
+
+
+def _kept(x: Any, w: np.ndarray) -> np.ndarray:
+    return np.asarray(x)[w > 0]

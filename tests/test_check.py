@@ -1,0 +1,241 @@
+"""`pg.check` accepts means over examples, and says why another loss is none."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pergrad as pg
+from tests import oracle
+from tests.cases import CASES
+
+DTYPES = [jnp.float64, jnp.float32, jnp.bfloat16]
+
+
+def rejected(*words):
+    pattern = "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)
+    return pytest.raises(pg.NotPerExampleError, match=pattern)
+
+
+def line_of(fun, text):
+    """`file.py:12`: where `fun` has the line with this text."""
+    lines, start = inspect.getsourcelines(fun)
+    (offset,) = [i for i, line in enumerate(lines) if text in line]
+    return f"test_check.py:{start + offset}"
+
+
+@pytest.fixture
+def params():
+    r = np.random.default_rng(0)
+    return {"w": jnp.asarray(r.normal(size=(3, 4))), "v": jnp.asarray(r.normal(size=(4, 2)))}
+
+
+@pytest.fixture
+def batch():
+    r = np.random.default_rng(1)
+    return {"x": jnp.asarray(r.normal(size=(6, 3))), "y": jnp.asarray(r.normal(size=(6, 2)))}
+
+
+def predict(p, x):
+    return jnp.tanh(x @ p["w"]) @ p["v"]
+
+
+def squared_error(p, batch):
+    return jnp.mean(jnp.square(predict(p, batch["x"]) - batch["y"]))
+
+
+# Accepted.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", ["mlp", "transformer", "with_aux", "two_argnums", "regularised"])
+def test_good_loss(name, dtype):
+    (case,) = [case for case in CASES if case.name == name]
+    check = pg.check(case.loss, case.argnums, batch_argnums=case.batch_argnums, has_aux=case.has_aux)
+    assert check(*case.make_args(dtype)) is None
+
+
+def test_batch_in_two_arguments_and_a_list_of_argnums():
+    def fun(x, p, y, *, scale):
+        return scale * jnp.mean(jnp.square(predict(p, x) - y))
+
+    r = np.random.default_rng(0)
+    p = {"w": jnp.asarray(r.normal(size=(3, 4))), "v": jnp.asarray(r.normal(size=(4, 2)))}
+    x, y = jnp.asarray(r.normal(size=(5, 3))), jnp.asarray(r.normal(size=(5, 2)))
+    pg.check(fun, 1, batch_argnums=(0, 2))(x, p, y, scale=2.0)
+    pg.check(fun, (1,), batch_argnums=(0, -1))(x, p, y, scale=2.0)
+
+
+def test_loss_of_one_example_cannot_mix_any(params, batch):
+    def fun(p, example):
+        return jnp.sum(jnp.square(predict(p, example["x"]) - example["y"]))
+
+    pg.check(fun, keep_batch_dim=False)(params, batch)
+
+
+def test_zero_gradient(params, batch):
+    pg.check(lambda p, b: jnp.mean(b["x"]))(params, batch)
+
+
+def test_tolerance(params, batch):
+    def almost(p, b):
+        n = b["x"].shape[0]
+        return squared_error(p, b) * (1 + 1e-3 * (n - 1))
+
+    with rejected():
+        pg.check(almost)(params, batch)
+    pg.check(almost, rtol=0.1)(params, batch)
+
+
+# Rejected.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+def test_sum_in_place_of_a_mean(params, batch, dtype):
+    def summed(p, b):
+        return jnp.sum(jnp.square(predict(p, b["x"]) - b["y"]))
+
+    params, batch = jax.tree.map(lambda x: x.astype(dtype), (params, batch))
+    with rejected("batch of 6", "['w']", "6 times as large", "sum over the examples", "jnp.mean"):
+        pg.check(summed)(params, batch)
+
+
+def batch_norm_loss(p, batch):
+    h = batch["x"] @ p["w"]
+    centre = jnp.mean(h, axis=0, keepdims=True)
+    h = h - centre
+    return jnp.mean(jnp.square(jnp.tanh(h) @ p["v"] - batch["y"]))
+
+
+def variance_norm_loss(p, batch):
+    h = batch["x"] @ p["w"]
+    h = h / jnp.sqrt(1 + jnp.mean(jnp.square(h), axis=0, keepdims=True))
+    return jnp.mean(jnp.square(h @ p["v"] - batch["y"]))
+
+
+def contrastive_loss(p, batch):
+    h = predict(p, batch["x"])
+    similarity = h @ batch["y"].T
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(similarity)))
+
+
+def balancing_loss(p, batch):
+    probabilities = jax.nn.softmax(predict(p, batch["x"]))
+    fraction = jnp.mean(jax.nn.sigmoid(batch["y"]), axis=0)
+    return squared_error(p, batch) + jnp.sum(fraction * jnp.mean(probabilities, axis=0))
+
+
+def total_norm_loss(p, batch):
+    return jnp.sqrt(squared_error(p, batch))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (batch_norm_loss, "jnp.mean(h,"),
+        (variance_norm_loss, "jnp.mean(jnp.square(h),"),
+        (contrastive_loss, "h @ batch"),
+    ],
+)
+def test_examples_that_meet(params, batch, fun, text, dtype):
+    params, batch = jax.tree.map(lambda x: x.astype(dtype), (params, batch))
+    words = ["influence each other", line_of(fun, text), "batch norm", "contrastive", "layer norm"]
+    with rejected(*words):
+        pg.check(fun)(params, batch)
+
+
+@pytest.mark.parametrize("fun", [balancing_loss, total_norm_loss])
+def test_functions_of_batch_means(params, batch, fun):
+    # The means over the batch are not used by examples again, so no line is the culprit.
+    with rejected("influence each other", "balancing"):
+        pg.check(fun)(params, batch)
+
+
+def ragged(p, batch):
+    error = jnp.mean(jnp.square(predict(p, batch["x"]) - batch["y"]), axis=-1)
+    return jnp.sum(error * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+@pytest.fixture
+def sequences():
+    r = np.random.default_rng(2)
+    mask = np.arange(7)[None] < np.array([7, 1, 3, 5])[:, None]
+    x, y = r.normal(size=(4, 7, 3)), r.normal(size=(4, 7, 2))
+    return {"x": jnp.asarray(x), "y": jnp.asarray(y), "mask": jnp.asarray(mask, float)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32], ids=lambda d: d.__name__)
+def test_mean_over_all_tokens(params, sequences, dtype):
+    params, sequences = jax.tree.map(lambda x: x.astype(dtype), (params, sequences))
+    with rejected("weighted mean", "between 0.25 and 1.75", "tokens", "example_weights"):
+        pg.check(ragged)(params, sequences)
+
+
+def test_token_counts_as_weights_give_the_gradient_of_the_mean_over_all_tokens(params, sequences):
+    tokens = jnp.sum(sequences["mask"], axis=1)
+    value, stats = pg.value_and_stats(ragged, {"mean": pg.Mean(), "square": pg.Mean(jnp.square)})(
+        params, sequences, example_weights=tokens
+    )
+    whole, gradient = jax.value_and_grad(ragged)(params, sequences)
+    _, _, each = oracle.per_example(ragged, (params, sequences))
+    np.testing.assert_allclose(value, whole, rtol=1e-12)
+    square = oracle.mean_of(np.square, each, tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), stats["mean"], gradient)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), stats["square"], square)
+
+
+def test_losses_that_differ_where_gradients_do_not(params, batch):
+    def fun(p, b):
+        return squared_error(p, b) + jnp.sum(b["y"])
+
+    with rejected("the losses differ"):
+        pg.check(fun)(params, batch)
+
+
+def test_batch_size_in_the_loss(params, batch):
+    def fun(p, b):
+        return squared_error(p, b) / b["x"].shape[0]
+
+    with rejected("the mean of the per-example gradients is not the gradient"):
+        pg.check(fun)(params, batch)
+
+
+def test_loss_that_insists_on_its_batch_size(params, batch):
+    # The line cannot be found, since the loss cannot be traced for another batch.
+    def fun(p, b):
+        h = b["x"] @ p["w"]
+        if h.shape[0] not in (1, 6):
+            raise ValueError("one or six")
+        return jnp.mean(jnp.square(jnp.tanh(h - jnp.mean(h, axis=0)[None]) @ p["v"] - b["y"]))
+
+    with rejected("influence each other"):
+        pg.check(fun)(params, batch)
+
+
+def test_with_aux(params, batch):
+    with rejected("influence each other"):
+        pg.check(lambda p, b: (batch_norm_loss(p, b), b), has_aux=True)(params, batch)
+
+
+# Refused.
+
+
+def test_batch_of_one(params, batch):
+    with pytest.raises(pg.ArgumentError, match="at least two examples"):
+        pg.check(squared_error)(params, jax.tree.map(lambda x: x[:1], batch))
+
+
+def test_randomness():
+    with pytest.raises(pg.ArgumentError, match=r"(?s)random.*deterministic.*rng_argnums"):
+        pg.check(lambda p, b, key: squared_error(p, b), rng_argnums=2)
+
+
+def test_bad_arguments_are_named(params, batch):
+    with pytest.raises(pg.ArgumentError, match="scalar"):
+        pg.check(lambda p, b: predict(p, b["x"]))(params, batch)
+    with pytest.raises(pg.ArgumentError, match=r"\['y'\]: 3"):
+        pg.check(squared_error)(params, batch | {"y": batch["y"][:3]})

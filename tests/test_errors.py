@@ -1,0 +1,332 @@
+"""Bad input gets an error that names the culprit, the reason and the way out."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pergrad as pg
+
+W = jnp.array([1.0, 2.0])
+X = jnp.array([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])
+KEY = jax.random.key(0)
+
+
+def loss(w, x):
+    return jnp.mean(jnp.square(x @ w))
+
+
+def refused(error, *words):
+    """The block must raise `error`, with all these words in its message."""
+    assert issubclass(error, pg.PergradError)
+    return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words))
+
+
+def call(fun=loss, args=(W, X), stats=None, weights=None, **options):
+    stats = pg.Mean() if stats is None else stats
+    return pg.value_and_stats(fun, stats, **options)(*args, example_weights=weights)
+
+
+# The loss.
+
+
+@pytest.mark.parametrize(
+    ("fun", "options", "words"),
+    [
+        (lambda w, x: x @ w, {}, ["must return a scalar", "a batch of one", "shape (1,)", "mean"]),
+        (lambda w, x: x * w, {"keep_batch_dim": False}, ["scalar", "one example", "shape (2,)"]),
+        (lambda w, x: (loss(w, x), x), {}, ["returned a pair", "has_aux=True"]),
+        (lambda w, x: loss(w, x), {"has_aux": True}, ["has_aux", "(loss, aux)"]),
+        (lambda w, x: (loss(w, x), x, x), {"has_aux": True}, ["has_aux", "(loss, aux)"]),
+        (lambda w, x: (x @ w, x), {"has_aux": True}, ["must return a scalar", "shape (1,)"]),
+        (lambda w, x: None, {}, ["must return a scalar", "None"]),
+        (lambda w, x: {"loss": loss(w, x)}, {}, ["must return a scalar", "dict"]),
+        (lambda w, x: jnp.sum(x @ w).astype(int), {}, ["must be a real number", "int"]),
+        (lambda w, x: loss(w, x) + 0j, {}, ["must be a real number", "complex"]),
+    ],
+)
+def test_loss(fun, options, words):
+    with refused(pg.ArgumentError, *words):
+        call(fun, **options)
+
+
+def test_loss_is_not_a_function():
+    for make in (pg.value_and_stats, pg.grad_stats, pg.explain):
+        with refused(pg.ArgumentError, "fun must be a function", "3"):
+            make(3, pg.Mean())
+    with refused(pg.ArgumentError, "fun must be a function", "3"):
+        pg.check(3)
+
+
+def test_error_of_the_loss_itself_is_not_hidden():
+    def broken(w, x):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        call(broken)
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        (jnp.arange(3), "int"),
+        (np.array([True]), "bool"),
+        (7, "7, a int"),
+        (jnp.ones(2, complex), "complex"),
+        (1j, "complex"),
+        ("adam", "'adam', a str"),
+        (jnp.tanh, "tanh"),
+        (KEY, "key<fry>"),
+    ],
+)
+def test_parameter_that_cannot_be_differentiated(leaf, kind):
+    params = {"w": W, "more": [W, leaf]}
+    with refused(pg.ArgumentError, "['more'][1]", "argument 0", "floating-point", kind, "argnums"):
+        call(lambda p, x: loss(p["w"], x), (params, X))
+
+
+def test_parameter_of_the_second_argument_is_named():
+    with refused(pg.ArgumentError, "args[2]['steps']", "argument 2"):
+        call(lambda w, x, q: loss(w, x), (W, X, {"steps": 3}), argnums=(0, 2))
+    with refused(pg.ArgumentError, "args[0]"):
+        call(args=(jnp.arange(2), X))
+
+
+@pytest.mark.parametrize("params", [{}, None, [], {"a": None}])
+def test_no_parameters(params):
+    with refused(pg.ArgumentError, "no parameters to differentiate"):
+        call(args=(params, X))
+
+
+# The batch.
+
+
+def test_batch_of_different_lengths():
+    batch = {"x": X, "y": {"labels": jnp.ones(4)}}
+    with refused(pg.ArgumentError, "args[1]['x']: 3", "args[1]['y']['labels']: 4", "same number"):
+        call(lambda w, b: loss(w, b["x"]), (W, batch))
+    with refused(pg.ArgumentError, "args[1]: 3", "args[2]: 2"):
+        call(lambda w, x, y: loss(w, x), (W, X, jnp.ones(2)), batch_argnums=(1, 2))
+
+
+@pytest.mark.parametrize("leaf", [jnp.array(1.0), 0.1, np.float64(2), "train", jnp.tanh])
+def test_batch_leaf_without_an_example_axis(leaf):
+    with refused(pg.ArgumentError, "args[1]['rate']", "no example axis", "batch_argnums"):
+        call(lambda w, b: loss(w, b["x"]), (W, {"x": X, "rate": leaf}))
+
+
+def test_empty_batch():
+    with refused(pg.ArgumentError, "batch is empty", "length 0"):
+        call(args=(W, X[:0]))
+    for nothing in ({}, None, []):
+        with refused(pg.ArgumentError, "the batch", "no arrays"):
+            call(args=(W, nothing))
+
+
+# Places of arguments.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"argnums": 2}, ["argnums=2", "2 positional arguments", "keyword"]),
+        ({"argnums": (0, -3)}, ["argnums=(0, -3)"]),
+        ({"batch_argnums": 5}, ["batch_argnums=5"]),
+        ({"rng_argnums": 2}, ["rng_argnums=2"]),
+        ({"argnums": 1}, ["argument 1", "argnums", "batch_argnums", "one role"]),
+        ({"argnums": (0, 1)}, ["argument 1", "one role"]),
+        ({"argnums": (0, -2)}, ["argument 0", "argnums"]),
+        ({"batch_argnums": (1, -1)}, ["argument 1", "batch_argnums"]),
+        ({"rng_argnums": 1}, ["argument 1", "batch_argnums", "rng_argnums"]),
+        ({"argnums": "w"}, ["argnums", "int", "'w'"]),
+        ({"argnums": 0.0}, ["argnums", "int"]),
+        ({"argnums": True}, ["argnums", "int"]),
+        ({"batch_argnums": None}, ["batch_argnums", "int"]),
+        ({"argnums": ()}, ["argnums is empty"]),
+        ({"batch_argnums": ()}, ["batch_argnums is empty"]),
+    ],
+)
+def test_argnums(options, words):
+    with refused(pg.ArgumentError, *words):
+        call(**options)
+
+
+def test_batch_given_by_keyword():
+    with refused(pg.ArgumentError, "batch_argnums=1", "keyword"):
+        pg.grad_stats(loss, pg.Mean())(W, x=X)
+
+
+@pytest.mark.parametrize(
+    "key", [3, 0.5, jnp.ones(2), jnp.arange(2), jax.random.split(KEY, 3), "seed"], ids=repr
+)
+def test_not_a_key(key):
+    with refused(pg.ArgumentError, "args[2]['dropout']", "rng_argnums", "one PRNG key"):
+        call(lambda w, x, k: loss(w, x), (W, X, {"dropout": key}), rng_argnums=2)
+
+
+# Options.
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "big", (2,)])
+def test_microbatch_size(size):
+    with refused(pg.ArgumentError, "microbatch_size", "at least 1", "'auto'", repr(size)):
+        call(microbatch_size=size)
+
+
+def test_unknown_strategy():
+    with refused(pg.ArgumentError, "strategy", "auto", "materialise", "streamed", "'fastest'"):
+        call(strategy="fastest")
+
+
+def test_axis_name_is_not_supported_yet():
+    with refused(pg.ArgumentError, "spmd_axis_name", "not supported yet"):
+        call(spmd_axis_name="data")
+
+
+@pytest.mark.parametrize("make", [pg.value_and_stats, pg.grad_stats, pg.explain])
+def test_unknown_option(make):
+    with pytest.raises(TypeError, match="bath_argnums"):
+        make(loss, pg.Mean(), bath_argnums=1)
+
+
+def test_unknown_option_of_check():
+    with pytest.raises(TypeError, match="bath_argnums"):
+        pg.check(loss, bath_argnums=1)
+
+
+# Statistics.
+
+
+@pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        (pg.Mean, ["stats", "pg.Mean()", "parentheses"]),
+        ({"a": pg.Mean(), "b": [pg.Count(), pg.Variance]}, ["stats['b'][1]", "pg.Variance()"]),
+        (jnp.square, ["stats must be a statistic", "square"]),
+        ({"m": {"v": "variance"}}, ["stats['m']['v']", "'variance'"]),
+        ((pg.Mean(), 1.0), ["stats[1]", "1.0"]),
+    ],
+)
+def test_not_a_statistic(stats, words):
+    with refused(pg.ArgumentError, *words):
+        call(stats=stats)
+
+
+@pytest.mark.parametrize("stats", [{}, [], (), {"a": {}}])
+def test_no_statistics(stats):
+    with refused(pg.ArgumentError, "stats is empty", "pg.Mean()"):
+        pg.value_and_stats(loss, stats)
+    with refused(pg.ArgumentError, "stats is empty"):
+        pg.value_and_stats(loss, None)
+
+
+@pytest.mark.parametrize("per", ["token", 2, None])
+@pytest.mark.parametrize("make", [pg.Mean, pg.Variance])
+def test_unit(make, per):
+    with refused(pg.ArgumentError, f"per={per!r}", "not supported yet", "'example'"):
+        make(per=per)
+
+
+def test_phi():
+    with refused(pg.ArgumentError, "phi must be an elementwise function", "jnp.square", "2"):
+        pg.Mean(2)
+    with refused(pg.ArgumentError, "elementwise", "(2,)", "()", "pg.Fold"):
+        call(stats=pg.Mean(jnp.sum), strategy="streamed")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "materialise", "streamed", "factored", "sparse"])
+@pytest.mark.parametrize(
+    "phi", [jnp.sum, lambda g: g[..., :1], lambda g: g[None], lambda g: 1.0, jnp.linalg.norm]
+)
+def test_phi_that_is_not_elementwise(phi, strategy):
+    with refused(pg.ArgumentError, "phi must be elementwise", "pg.Fold"):
+        call(stats=pg.Mean(phi), strategy=strategy)
+
+
+@pytest.mark.parametrize("p", [0, -1, -0.5, "x", True, None, 1j, float("inf"), float("nan")])
+def test_power(p):
+    with refused(pg.ArgumentError, "power", "positive", repr(p)):
+        pg.power(p)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "materialise", "streamed"])
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda s, g: g[None],
+        lambda s, g: jnp.sum(g),
+        lambda s, g: (s, g),
+        lambda s, g: (s + g).astype(jnp.float16),
+        lambda s, g: None,
+    ],
+    ids=["axis", "scalar", "tree", "dtype", "none"],
+)
+def test_fold_that_changes_its_state(update, strategy):
+    with refused(pg.ArgumentError, "Fold", "update", "init", "shapes"):
+        call(stats=pg.Fold(jnp.zeros_like, update), strategy=strategy)
+
+
+def test_fold_needs_functions():
+    with refused(pg.ArgumentError, "Fold", "init must be a function"):
+        pg.Fold(0.0, jnp.add)
+    with refused(pg.ArgumentError, "Fold", "update must be a function"):
+        pg.Fold(jnp.zeros_like, None)
+    with refused(pg.ArgumentError, "Fold", "finish must be a function"):
+        pg.Fold(jnp.zeros_like, jnp.add, 1)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (jnp.ones(2), ["shape (3,)", "(2,)"]),
+        (jnp.ones((3, 1)), ["shape (3,)", "(3, 1)"]),
+        (1.0, ["shape (3,)", "()"]),
+        ([1.0, -1.0, 1.0], ["at least 0"]),
+        ([1.0, np.nan, 1.0], ["finite"]),
+        ([1.0, np.inf, 1.0], ["finite"]),
+        ([0, 0, 0], ["all 0"]),
+    ],
+)
+def test_weights(weights, words):
+    with refused(pg.ArgumentError, "example_weights", *words):
+        call(weights=weights if isinstance(weights, float) else np.asarray(weights))
+
+
+def test_weights_of_the_wrong_shape_under_jit():
+    with refused(pg.ArgumentError, "example_weights", "shape (3,)"):
+        jax.jit(lambda w: call(weights=w))(jnp.ones(4))
+
+
+def test_variance_of_one_example():
+    words = ["Variance", "more than one example", "larger batch"]
+    with refused(pg.ArgumentError, *words):
+        call(args=(W, X[:1]), stats={"v": pg.Variance()})
+    with refused(pg.ArgumentError, *words):
+        jax.jit(lambda x: call(args=(W, x), stats={"v": pg.Variance()}))(X[:1])
+    for weights in ([0, 1, 0], [0.5, 0.25, 0.25]):
+        with refused(pg.ArgumentError, *words, "counts 1"):
+            call(stats=[pg.Mean(), pg.Variance()], weights=np.array(weights))
+    call(weights=np.array([0, 1, 0]))  # A mean of one is fine.
+
+
+@pytest.mark.parametrize("strategy", ["materialise", "streamed"])
+def test_variance_of_one_example_under_jit_is_nan(strategy):
+    stats_fn = jax.jit(pg.grad_stats(loss, [pg.Variance(), pg.Mean()], strategy=strategy))
+    variance, mean = stats_fn(W, X, example_weights=jnp.array([0.0, 1.0, 0.0]))
+    assert np.all(np.isnan(variance))
+    assert np.all(np.isfinite(mean))
+
+
+def test_all_weights_zero_under_jit_is_nan():
+    value, stats = jax.jit(pg.value_and_stats(loss, [pg.Mean(), pg.Mean(jnp.square)]))(
+        W, X, example_weights=jnp.zeros(3)
+    )
+    assert all(np.all(np.isnan(x)) for x in jax.tree.leaves([value, stats]))

@@ -1,0 +1,241 @@
+"""Rounding: variances without cancellation, half precision summed in float32, weights as counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pergrad as pg
+from tests import oracle
+
+STRATEGIES = ["auto", "materialise", "streamed", "factored", "sparse"]
+HALVES = [jnp.float16, jnp.bfloat16]
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+# Variance. The gradients of these losses are given: g = d x^T, d, and d at the rows looked up.
+
+
+def product_loss(w, batch):
+    return jnp.mean(jnp.sum((batch["x"] @ w) * batch["d"], axis=1))
+
+
+def positions_loss(w, batch):
+    return jnp.mean(jnp.sum((batch["x"][:, None] @ w) * batch["d"][:, None], axis=(1, 2)))
+
+
+def bias_loss(b, batch):
+    return jnp.mean(jnp.sum((batch["d"] + b[None]) * batch["d"], axis=1))
+
+
+def embedding_loss(table, batch):
+    return jnp.mean(jnp.sum(table[batch["i"]] * batch["d"][:, None], axis=(1, 2)))
+
+
+LOSSES = {
+    "product": (product_loss, (3, 4)),
+    "positions": (positions_loss, (3, 4)),
+    "bias": (bias_loss, (4,)),
+    "embedding": (embedding_loss, (5, 4)),
+}
+
+
+def make(name, *, ratio, size=60, dtype=jnp.float32):
+    """Parameters and a batch whose gradients have a mean of `ratio` times their deviation."""
+    _, shape = LOSSES[name]
+    d = 1 + normal(0, size, 4) / ratio
+    i = np.random.default_rng(1).integers(0, 2, size=(size, 3))
+    i[:, 0], i[:, 2] = 2, 3  # rows that all examples look up, besides one that some do
+    batch = {"x": jnp.ones((size, 3), dtype), "d": jnp.asarray(d, dtype), "i": jnp.asarray(i)}
+    return jnp.zeros(shape, dtype), batch
+
+
+@pytest.mark.parametrize("size", [None, 7])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_variance_is_accurate_when_the_mean_is_large(name, strategy, size):
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=1e4)
+    stats_fn = pg.grad_stats(fun, pg.Variance(), strategy=strategy, microbatch_size=size)
+    result = np.asarray(jax.jit(stats_fn)(w, batch))
+    assert result.dtype == np.float32
+    assert np.all(result >= 0)
+    each = np.asarray(pg.grad_stats(fun, pg.Individual())(w, batch), np.float64)
+    np.testing.assert_allclose(result, np.var(each, axis=0, ddof=1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_variance_with_weights_is_accurate_when_the_mean_is_large(name, strategy):
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=1e4)
+    weights = np.random.default_rng(3).integers(0, 4, size=60)
+    stats_fn = jax.jit(pg.grad_stats(fun, pg.Variance(), strategy=strategy, microbatch_size=7))
+    result = np.asarray(stats_fn(w, batch, example_weights=weights))
+    each = np.asarray(pg.grad_stats(fun, pg.Individual())(w, batch))
+    assert np.all(result >= 0)
+    np.testing.assert_allclose(result, oracle.variance(each, weights), rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [None, 7])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_equal_examples_have_no_variance(name, strategy, size):
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=np.inf, size=30)
+    batch = jax.tree.map(lambda x: jnp.broadcast_to(0.3 * x[:1], x.shape).astype(x.dtype), batch)
+    stats_fn = pg.grad_stats(fun, pg.Variance(), strategy=strategy, microbatch_size=size)
+    result = np.asarray(jax.jit(stats_fn)(w, batch))
+    assert np.all(result >= 0)
+    # Rounding of the mean by a few units, squared.
+    assert np.all(result <= 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, *HALVES], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_variance_is_never_negative(strategy, dtype):
+    for name, (fun, _) in LOSSES.items():
+        for ratio in (1e1, 1e6):
+            w, batch = make(name, ratio=ratio, size=11, dtype=dtype)
+            result = jax.jit(pg.grad_stats(fun, pg.Variance(), strategy=strategy))(w, batch)
+            assert np.all(np.asarray(result) >= 0), (name, ratio)
+
+
+# Half precision.
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_long_sums_do_not_stagnate(name, strategy, dtype):
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=10, size=4096, dtype=dtype)
+    each = np.asarray(pg.grad_stats(fun, pg.Individual())(w, batch), np.float64)
+    stats = {"mean": pg.Mean(), "square": pg.Mean(jnp.square), "variance": pg.Variance()}
+    for size in (None, 64):
+        stats_fn = jax.jit(pg.grad_stats(fun, stats, strategy=strategy, microbatch_size=size))
+        result = {k: np.asarray(x, np.float64) for k, x in stats_fn(w, batch).items()}
+        # The mean is rounded to the parameter's dtype once.
+        rounding = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(result["mean"], each.mean(axis=0), rtol=rounding, atol=1e-7)
+        # The factors are not rounded to half precision before their squares are taken.
+        np.testing.assert_allclose(
+            result["square"], np.mean(np.square(each), axis=0), rtol=1e-2, atol=1e-7
+        )
+        np.testing.assert_allclose(
+            result["variance"], np.var(each, axis=0, ddof=1), rtol=1e-2, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_squares_of_small_half_precision_gradients_do_not_vanish(name, strategy):
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=10, size=32, dtype=jnp.float16)
+    batch["d"] = batch["d"] * jnp.float16(1e-4)
+    each = np.asarray(pg.grad_stats(fun, pg.Individual())(w, batch), np.float64)
+    assert np.max(np.abs(each)) < 1e-3  # The squares are below float16's smallest number.
+    result = jax.jit(pg.grad_stats(fun, pg.Mean(jnp.square), strategy=strategy))(w, batch)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, np.mean(np.square(each), axis=0), rtol=1e-2, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("small", ["x", "d"])
+def test_shares_of_small_half_precision_factors_do_not_vanish(small, strategy):
+    # With a matrix larger than its factors, an example's share is multiplied into a factor.
+    size, width = 128, 200
+    batch = {"x": normal(0, size, width), "d": normal(1, size, width)}
+    batch = {k: jnp.asarray(x * (2e-6 if k == small else 1), jnp.float16) for k, x in batch.items()}
+    w = jnp.zeros((width, width), jnp.float16)
+    stats_fn = pg.grad_stats(product_loss, pg.Mean(), strategy=strategy)
+    x, d = (np.asarray(batch[k], np.float64) for k in "xd")
+    truth = x.T @ d / size
+    # Rounded to float16, where the step is 6e-8: for each example at worst, and in the end.
+    np.testing.assert_allclose(jax.jit(stats_fn)(w, batch), truth, atol=6e-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, *HALVES], ids=lambda d: d.__name__)
+def test_result_dtypes(dtype):
+    wide = jnp.promote_types(dtype, jnp.float32)
+    stats = {
+        "mean": pg.Mean(),
+        "square": pg.Mean(jnp.square),
+        "cos": pg.Mean(jnp.cos),
+        "variance": pg.Variance(),
+        "each": pg.Individual(),
+        "fold": pg.Fold(jnp.zeros_like, jnp.maximum),
+        "loss": pg.Loss(),
+    }
+    own = {"mean", "each", "fold", "loss"}
+    for name, (fun, _) in LOSSES.items():
+        w, batch = make(name, ratio=10, size=5, dtype=dtype)
+        for strategy in STRATEGIES:
+            stats_fn = pg.value_and_stats(fun, stats, strategy=strategy)
+            value, result = jax.eval_shape(stats_fn, w, batch)
+            assert value.dtype == dtype
+            expected = {k: jnp.dtype(dtype if k in own else wide) for k in stats}
+            assert {k: x.dtype for k, x in result.items()} == expected
+            assert result["mean"].shape == w.shape
+
+
+def test_mixed_dtypes_of_parameters():
+    p = {"w": jnp.asarray(normal(0, 3, 4), jnp.bfloat16), "v": jnp.asarray(normal(1, 4, 2), jnp.float32)}
+
+    def fun(p, x):
+        h = jnp.tanh(x.astype(jnp.bfloat16) @ p["w"])
+        return jnp.mean(jnp.square(h.astype(jnp.float32) @ p["v"]))
+
+    stats = {"mean": pg.Mean(), "variance": pg.Variance()}
+    result = jax.jit(pg.grad_stats(fun, stats))(p, jnp.asarray(normal(2, 5, 3), jnp.float32))
+    assert {k: x.dtype.name for k, x in result["mean"].items()} == {"w": "bfloat16", "v": "float32"}
+    assert {x.dtype.name for x in result["variance"].values()} == {"float32"}
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_weights_are_counts(name, strategy, size):
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=3, size=5, dtype=jnp.float64)
+    counts = np.array([2, 0, 1, 3, 1])
+    stats = {
+        "mean": pg.Mean(),
+        "square": pg.Mean(jnp.square),
+        "variance": pg.Variance(),
+        "count": pg.Count(),
+    }
+    stats_fn = jax.jit(pg.value_and_stats(fun, stats, strategy=strategy, microbatch_size=size))
+    repeated = jax.tree.map(lambda x: jnp.repeat(x, counts, axis=0), batch)
+    weighted = stats_fn(w, batch, example_weights=counts)
+    assert weighted[1]["count"] == 7
+    close = dict(rtol=1e-12, atol=1e-14)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), weighted, stats_fn(w, repeated))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_example_of_weight_zero_may_be_anything(name, strategy, size, bad):
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=3, size=5, dtype=jnp.float64)
+    weights = jnp.array([1.0, 0.0, 2.0, 1.0, 0.0])
+    stats = {
+        "mean": pg.Mean(),
+        "cos": pg.Mean(jnp.cos),
+        "square": pg.Mean(jnp.square),
+        "variance": pg.Variance(),
+        "fold": pg.Fold(jnp.zeros_like, jnp.maximum),
+    }
+    stats_fn = jax.jit(pg.value_and_stats(fun, stats, strategy=strategy, microbatch_size=size))
+    broken = batch | {k: batch[k].at[1].set(bad) for k in "xd"}
+    result, clean = (stats_fn(w, b, example_weights=weights) for b in (broken, batch))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(result))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), result, clean)

@@ -1,0 +1,371 @@
+"""Random small networks, made of supported operations, against the oracle.
+
+A network is a list of layers; a layer is an operation on activations [B, T, D], and a way in which its
+parameters are stored (`VIEWS`: transposed, flat, sliced out of something larger, as a product, ...),
+all named, so that a failure prints a program that can be read. PERGRAD_FUZZ sets how many are tried.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import pergrad as pg
+from tests import oracle
+from tests.cases import layer_norm, over, soft_clip
+from tests.conftest import STATISTICS, Truth, assert_agrees
+
+EXAMPLES = int(os.environ.get("PERGRAD_FUZZ", "200"))
+POSITIONS, FEATURES, VOCABULARY = 3, 4, 6
+# More than for the cases: a random network may be badly conditioned.
+ERROR = 1e-9
+
+Tree = Any
+Make = Callable[..., Array]
+
+
+class Parameters:
+    """A network's parameters. The first pass makes them, later passes read what they are given."""
+
+    def __init__(self, seed: int | None = None, values: Tree = None) -> None:
+        self.rng = None if seed is None else np.random.default_rng(seed)
+        self.values = {} if values is None else values
+
+    def __call__(self, name: str, *shape: int) -> Array:
+        if name not in self.values:
+            assert self.rng is not None
+            self.values[name] = jnp.asarray(0.6 * self.rng.normal(size=shape))
+        return self.values[name]
+
+    def shared(self, name: str, *shape: int) -> Array:
+        """A parameter made before with these two lengths, whichever way round, or a new one."""
+        for value in list(self.values.values()):
+            if value.shape == shape:
+                return value
+            if value.shape == shape[::-1]:
+                return value.T
+        return self(name, *shape)
+
+
+# How a matrix [n, m] is made from what is stored.
+
+MASK = jnp.asarray(np.random.default_rng(0).integers(2, size=(8, 8)))
+
+VIEWS: dict[str, Callable[[Parameters, str, int, int], Array]] = {
+    "plain": lambda p, k, n, m: p(k, n, m),
+    "shared": lambda p, k, n, m: p.shared(k, n, m),
+    "transposed": lambda p, k, n, m: p(k, m, n).T,
+    "flat": lambda p, k, n, m: p(k, n * m).reshape(n, m),
+    "flat transposed": lambda p, k, n, m: p(k, m * n).reshape(m, n).T,
+    "slice": lambda p, k, n, m: p(k, n + 2, m + 1)[1:-1, 1:],
+    "strided": lambda p, k, n, m: p(k, 2 * n, m)[::2, ::-1],
+    "dynamic slice": lambda p, k, n, m: lax.dynamic_slice_in_dim(p(k, n + 1, m), jnp.int32(1), n),
+    "layer of a stack": lambda p, k, n, m: p(k, 2, n, m)[1],
+    "both of a stack": lambda p, k, n, m: p(k, 2, n, m)[1] * jnp.tanh(p(k, 2, n, m)[0]),
+    "concatenated": lambda p, k, n, m: jnp.concatenate([p(k, n, m - 1), p(f"{k}'", n, 1)], axis=1),
+    "split": lambda p, k, n, m: jnp.add(*jnp.split(p(k, 2 * n, m), 2)),
+    "padded": lambda p, k, n, m: jnp.pad(p(k, n - 1, m), ((1, 0), (0, 0))),
+    "placed": lambda p, k, n, m: jnp.ones((n, m)).at[1:].set(p(k, n - 1, m)),
+    "scaled": lambda p, k, n, m: 0.5 * p(k, n, m),
+    "divided": lambda p, k, n, m: -p(k, n, m) / 3,
+    "scaled by a parameter": lambda p, k, n, m: p(f"{k}'") * p(k, n, m),
+    "columns scaled": lambda p, k, n, m: p(k, n, m) * jnp.exp(p(f"{k}'", m))[None],
+    "sine": lambda p, k, n, m: jnp.sin(p(k, n, m)),
+    "weight norm": lambda p, k, n, m: (
+        p(k, n, m) / jnp.sqrt(1 + jnp.sum(jnp.square(p(k, n, m)), axis=0, keepdims=True))
+    ),
+    "low rank": lambda p, k, n, m: p(k, n, 2) @ p(f"{k}'", 2, m),
+    "low rank added": lambda p, k, n, m: p(f"{k}''", n, m) + p(k, n, 1) @ p(f"{k}'", 1, m),
+    "one row": lambda p, k, n, m: jnp.broadcast_to(p(k, 1, m), (n, m)),
+    "one column": lambda p, k, n, m: jnp.broadcast_to(p(k, n)[:, None], (n, m)),
+    "running sum": lambda p, k, n, m: jnp.cumsum(p(k, n, m), axis=0),
+    "masked": lambda p, k, n, m: jnp.where(MASK[:n, :m] > 0, p(k, n, m), 0.3),
+    "gathered": lambda p, k, n, m: p(k, n, m)[jnp.arange(n) // 2],
+    "rolled": lambda p, k, n, m: jnp.roll(p(k, n, m), 1, axis=1),
+    "stopped": lambda p, k, n, m: p(k, n, m) * lax.stop_gradient(p(k, n, m)),
+    "clipped": lambda p, k, n, m: soft_clip(p(k, n, m)),
+    "jitted": lambda p, k, n, m: jax.jit(lambda w: w.T * 2)(p(k, m, n)),
+    "checkpointed": lambda p, k, n, m: jax.checkpoint(jnp.tanh)(p(k, n, m)),
+    "permuted": lambda p, k, n, m: jnp.transpose(p(k, m, 1, n), (2, 0, 1)).reshape(n, m),
+}
+
+# What a layer does to activations h [B, T, D]. `w(n, m)` makes a matrix; tokens are [B, T], below the
+# size of the vocabulary.
+
+
+def swap(h: Array) -> Array:
+    return jnp.swapaxes(h, 1, 2)
+
+
+def heads(h: Array, w: Make) -> Array:
+    d = h.shape[2]
+    return jnp.einsum("btd,dhk->bthk", h, w(d, 6).reshape(d, 2, 3)).reshape(*h.shape[:2], 6)
+
+
+def several_axes(h: Array, w: Make) -> Array:
+    t, d = h.shape[1:]
+    return h + jnp.einsum("btd,tde->be", h, w(t * d, d).reshape(t, d, d))[:, None]
+
+
+def each_position(h: Array, w: Make) -> Array:
+    t, d = h.shape[1:]
+    return jnp.einsum("btd,tde->bte", h, w(t, d * 3).reshape(t, d, 3))
+
+
+def bilinear(h: Array, w: Make) -> Array:
+    return h * jnp.einsum("btd,de,bte->bt", h, w(h.shape[2], h.shape[2]), jnp.tanh(h))[..., None]
+
+
+def recurrent(h: Array, w: Make) -> Array:
+    matrix = w(h.shape[2], h.shape[2])
+
+    def cell(state: Array, x: Array) -> tuple[Array, Array]:
+        state = jnp.tanh(x + state @ matrix)
+        return state, state
+
+    return swap_time(lax.scan(cell, jnp.zeros_like(h[:, 0]), swap_time(h))[1])
+
+
+def swap_time(h: Array) -> Array:
+    return jnp.swapaxes(h, 0, 1)
+
+
+def attention(h: Array, w: Make) -> Array:
+    q, k = jnp.split(h @ w(h.shape[2], 4), 2, axis=2)
+    return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ h
+
+
+def norm(h: Array, w: Make) -> Array:
+    m = w(2, h.shape[2])
+    return layer_norm({"scale": 1 + m[0], "bias": m[1]}, h)
+
+
+def table(h: Array, w: Make) -> Array:
+    return w(VOCABULARY, h.shape[2])
+
+
+def along(h: Array, tokens: Array, w: Make) -> Array:
+    rows = jnp.broadcast_to(w(h.shape[2], VOCABULARY)[None], (len(h), h.shape[2], VOCABULARY))
+    index = jnp.broadcast_to(tokens[:, None], (len(h), h.shape[2], tokens.shape[1]))
+    return fit(swap(jnp.take_along_axis(rows, index, axis=2)), h)
+
+
+def windows(h: Array, tokens: Array, w: Make) -> Array:
+    d = h.shape[2]
+    slices = jax.vmap(lambda i: lax.dynamic_slice_in_dim(w(VOCABULARY, d), i, 2))(tokens[:, 0])
+    return jnp.mean(slices, axis=1, keepdims=True)
+
+
+def windows_one_by_one(h: Array, tokens: Array, w: Make) -> Array:
+    matrix = w(VOCABULARY, h.shape[2])
+    return jnp.stack([lax.dynamic_slice_in_dim(matrix, i[0], 1) for i in tokens])
+
+
+def fit(e: Array, h: Array) -> Array:
+    """Embeddings of all tokens, for as many positions as there are."""
+    return jnp.concatenate([e, e, e], axis=1)[:, : h.shape[1]]
+
+
+def tied(h: Array, tokens: Array, w: Make) -> Array:
+    matrix = table(h, w)
+    return jnp.tanh(h + fit(matrix[tokens], h)) @ matrix.T
+
+
+OPERATIONS: dict[str, Callable[[Array, Array, Make], Array]] = {
+    "dense": lambda h, i, w: h @ w(h.shape[2], 5),
+    "square dense": lambda h, i, w: h @ w(h.shape[2], h.shape[2]),
+    "dense to one": lambda h, i, w: h @ w(h.shape[2], 2)[:, :1] + h,
+    "weight first": lambda h, i, w: jnp.einsum("de,btd->ebt", w(h.shape[2], 3), h).transpose(1, 2, 0),
+    "weight transposed": lambda h, i, w: jnp.einsum("btd,ed->bte", h, w(3, h.shape[2])),
+    "pooled dense": lambda h, i, w: (jnp.mean(h, axis=1) @ w(h.shape[2], 3))[:, None],
+    "mix positions": lambda h, i, w: jnp.einsum("btd,ts->bsd", h, w(h.shape[1], 2)),
+    "heads": lambda h, i, w: heads(h, w),
+    "several axes": lambda h, i, w: several_axes(h, w),
+    "each position": lambda h, i, w: each_position(h, w),
+    "bilinear": lambda h, i, w: bilinear(h, w),
+    "recurrent": lambda h, i, w: recurrent(h, w),
+    "attention": lambda h, i, w: attention(h, w),
+    "bias": lambda h, i, w: h + over(w(2, h.shape[2])[0], h),
+    "positions": lambda h, i, w: h + w(h.shape[1], h.shape[2])[None],
+    "scale": lambda h, i, w: h * w(h.shape[1], h.shape[2])[None],
+    "rows": lambda h, i, w: h * w(h.shape[1], 2)[None, :, 1:],
+    "norm": lambda h, i, w: norm(h, w),
+    "residual dense": lambda h, i, w: h + jnp.tanh(h @ w(h.shape[2], 5)) @ w(h.shape[2], 5).T,
+    "index": lambda h, i, w: h + fit(table(h, w)[i], h),
+    "index twice": lambda h, i, w: h + fit(table(h, w)[i], h) * fit(table(h, w)[i[:, ::-1]], h),
+    "index one": lambda h, i, w: h + table(h, w)[i[:, 0]][:, None],
+    "index pairs": lambda h, i, w: h * fit(w(VOCABULARY, VOCABULARY)[i, i[:, ::-1]][..., None], h),
+    "take": lambda h, i, w: h + fit(jnp.take(table(h, w), i, axis=0), h),
+    "take columns": lambda h, i, w: (
+        h + fit(jnp.moveaxis(jnp.take(table(h, w).T, i, axis=1, mode="clip"), 0, 2), h)
+    ),
+    "take along axis": lambda h, i, w: h + along(h, i, w),
+    "one hot": lambda h, i, w: h + fit(jax.nn.one_hot(i, VOCABULARY, dtype=h.dtype) @ table(h, w), h),
+    "tied": lambda h, i, w: tied(h, i, w),
+    "windows": lambda h, i, w: h + windows(h, i, w),
+    "windows one by one": lambda h, i, w: h + windows_one_by_one(h, i, w),
+    "swap": lambda h, i, w: swap(h),
+    "concatenate": lambda h, i, w: jnp.concatenate([h, jnp.tanh(h)], axis=2)[..., :5],
+    "reverse": lambda h, i, w: h[:, ::-1],
+    "sum": lambda h, i, w: jnp.cumsum(h, axis=1),
+}
+
+NONLINEARITIES: dict[str, Callable[[Array], Array]] = {
+    "": lambda h: h,
+    "tanh": jnp.tanh,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "clip": soft_clip,
+    "softmax": jax.nn.softmax,
+}
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "jit checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+}
+
+REGULARISERS: dict[str, Callable[[Tree], Array]] = {
+    "": lambda p: jnp.zeros(()),
+    "squares": lambda p: 0.1 * sum(jnp.sum(jnp.square(x)) for x in p.values()),
+    "last": lambda p: jnp.sum(list(p.values())[-1]),
+    "first": lambda p: jnp.sum(jnp.cosh(next(iter(p.values())))),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    operation: str
+    view: str
+    nonlinearity: str
+    wrapper: str
+    own: bool  # False: uses the parameters of the layers before it where it can
+
+
+@dataclass(frozen=True)
+class Network:
+    layers: tuple[Layer, ...]
+    regulariser: str
+    seed: int
+
+    def forward(self, p: Parameters, batch: Tree) -> Array:
+        h = batch["x"]
+        for number, layer in enumerate(self.layers):
+            view = VIEWS[layer.view]
+
+            def run(
+                values: Tree, h: Array, layer: Layer = layer, number: int = number, view: Any = view
+            ) -> Array:
+                inside = Parameters(values=values) if p.rng is None else p
+
+                def w(n: int, m: int) -> Array:
+                    name = f"{n}x{m}" if not layer.own else f"{number}: {n}x{m}"
+                    return view(inside, f"{name} {layer.view}", n, m)
+
+                out = OPERATIONS[layer.operation](h, batch["tokens"], w)
+                return NONLINEARITIES[layer.nonlinearity](out)
+
+            # The first pass makes parameters, which a wrapper would trace.
+            h = run(None, h) if p.rng is not None else WRAPPERS[layer.wrapper](run)(p.values, h)
+        loss = jnp.mean(jnp.square(h - 0.3))
+        return loss + REGULARISERS[self.regulariser](p.values)
+
+    def loss(self, params: Tree, batch: Tree) -> Array:
+        return self.forward(Parameters(values=params), batch)
+
+    def params(self, batch: Tree) -> Tree:
+        p = Parameters(seed=self.seed)
+        p("unused", 2)
+        self.forward(p, batch)
+        return p.values
+
+
+@dataclass(frozen=True)
+class Run:
+    size: int
+    weights: tuple[float, ...] | None
+    keep_batch_dim: bool
+    microbatch_size: int | str | None
+    strategy: str
+
+
+def choice(names: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(list(names))
+
+
+layers = st.builds(
+    Layer,
+    operation=choice(OPERATIONS),
+    view=choice(VIEWS),
+    nonlinearity=choice(NONLINEARITIES),
+    wrapper=choice(WRAPPERS),
+    own=st.booleans(),
+)
+networks = st.builds(
+    Network,
+    layers=st.lists(layers, min_size=1, max_size=4).map(tuple),
+    regulariser=choice(REGULARISERS),
+    seed=st.integers(0, 99),
+)
+
+
+@st.composite
+def runs(draw: Any) -> Run:
+    size = draw(st.integers(1, 5))
+    weights = st.lists(st.sampled_from([1.0, 0.0, 2.5, 0.5]), min_size=size, max_size=size)
+    return Run(
+        size=size,
+        weights=draw(st.none() | weights.map(tuple).filter(lambda w: sum(w) > 0)),
+        keep_batch_dim=draw(st.booleans()),
+        microbatch_size=draw(choice([None, 1, 2, 3, "auto"])),
+        strategy=draw(choice(["auto", "streamed", "materialise", "summed", "factored", "sparse"])),
+    )
+
+
+def make_batch(seed: int, size: int) -> Tree:
+    r = np.random.default_rng(seed)
+    tokens = r.integers(VOCABULARY, size=(size, POSITIONS))
+    tokens[:, -1] = tokens[:, 0]  # a token that comes twice
+    return {
+        "x": jnp.asarray(r.normal(size=(size, POSITIONS, FEATURES))),
+        "tokens": jnp.asarray(tokens, jnp.int32),
+    }
+
+
+@hypothesis.settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize="PERGRAD_FUZZ" not in os.environ,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(networks, runs())
+def test_random_program(network: Network, run: Run) -> None:
+    batch = make_batch(network.seed, run.size)
+    params = network.params(batch)
+    names = ["mean", "square", "cos", "variance", "fold", "individual"]
+    if run.size == 1 or (run.weights and sum(run.weights) <= 1):
+        names.remove("variance")
+
+    def single(params: Tree, example: Tree) -> Array:
+        return network.loss(params, jax.tree.map(lambda x: x[None], example))
+
+    stats_fn = pg.value_and_stats(
+        network.loss if run.keep_batch_dim else single,
+        {name: STATISTICS[name] for name in names},
+        keep_batch_dim=run.keep_batch_dim,
+        microbatch_size=run.microbatch_size,
+        strategy=run.strategy,
+    )
+    weights = None if run.weights is None else jnp.asarray(run.weights)
+    truth = Truth(*oracle.per_example(network.loss, (params, batch)))
+    out = jax.jit(stats_fn)(params, batch, example_weights=weights)
+    assert_agrees(out, truth, weights, ERROR)
