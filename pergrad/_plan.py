@@ -94,7 +94,7 @@ def make_plan(
     """Plans these statistics of a batch of `batch_size` examples."""
     device = _price.backend()
     if microbatch_size == "auto":
-        microbatch_size = _choose_microbatch_size(cut, batch_size, device)
+        microbatch_size = _choose_microbatch_size(cut, statistics, batch_size, device)
     assert not isinstance(microbatch_size, str)
     at_once = min(batch_size, microbatch_size or batch_size)
     tails = tuple(
@@ -170,12 +170,25 @@ def _why_materialised(tail: Tail, size: int) -> str:
     return "small"
 
 
-def _choose_microbatch_size(cut: Cut, batch_size: int, device: Backend) -> int:
-    """As many examples as keep their activations within what the device likes to work on at a time."""
-    per_example = _backbone_bytes(cut, 1)
-    largest = min(batch_size, max(1, int(device.working_set / max(per_example, 1))))
-    divisors = [n for n in range(math.ceil(largest / 2), largest + 1) if batch_size % n == 0]
-    return max(divisors, default=largest)
+def _choose_microbatch_size(
+    cut: Cut, statistics: Sequence[Accumulator], batch_size: int, device: Backend
+) -> int:
+    """The microbatch size m, a divisor of the batch size B, with the least to pay for its size.
+
+    With a bytes of activations for an example, temporary memory of m a bytes has to be had from the
+    operating system and paged in, and B / m times the states of all statistics, p bytes, are read and
+    written: m a / fresh rate + (B / m) (2 p / cache rate + loop step).
+    """
+    a = _backbone_bytes(cut, 1)
+    p = len(statistics) * sum(_cost.nbytes(g) for g in cut.program.grads)
+
+    def seconds(m: int) -> float:
+        step = 2 * p / device.cache_rate + device.loop_step
+        return m * a / device.fresh_rate + batch_size / m * step
+
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    fitting = [m for m in divisors if m * a <= device.working_set] or [1]
+    return min(fitting, key=seconds)
 
 
 def _backbone_bytes(cut: Cut, size: int) -> float:

@@ -16,6 +16,7 @@ they decide differs by factors, not by percents.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 
@@ -29,7 +30,11 @@ from pergrad.terms import Lookup
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What the plan knows about a kind of device. Rates are per second, sizes in bytes."""
+    """What the plan knows about a kind of device. Rates are per second, sizes in bytes.
+
+    `fresh_rate` is that of memory that the operating system has to provide first. `stream_size` is how
+    much the gradients of one loop step may take; 0 for one example at a time.
+    """
 
     name: str
     product_rate: float
@@ -37,19 +42,42 @@ class Backend:
     memory_rate: float
     cache_rate: float
     cache_size: float
+    fresh_rate: float
     loop_step: float
-    stream_batched: bool
     stream_size: float
     working_set: float
 
 
 BACKENDS = {
-    # Measured on two cores. A batched product is a loop over products that use one core each.
-    "cpu": Backend("cpu", 2e11, 1e10, 2e10, 6e10, 6.4e7, 1e-5, False, 0, 8e7),
-    # Not measured. Batched products run at full rate, and loops should have few and large steps.
-    "gpu": Backend("gpu", 5e13, 5e13, 1e12, 1e12, 4e7, 2e-5, True, 2.56e8, 1e11),
-    "tpu": Backend("tpu", 1e14, 1e14, 1e12, 1e12, 1e8, 1e-5, True, 2.56e8, 1e11),
+    # Measured on two cores. A batched product is slow there, and large temporary memory is paged in
+    # again for every run of a program.
+    "cpu": Backend(
+        name="cpu",
+        product_rate=2e11,
+        batched_rate=1e10,
+        memory_rate=2e10,
+        cache_rate=6e10,
+        cache_size=6.4e7,
+        fresh_rate=4e9,
+        loop_step=1e-5,
+        stream_size=0,
+        working_set=1e10,
+    ),
+    # Not measured. Batched products run at the full rate; loops should have few and large steps.
+    "gpu": Backend(
+        name="gpu",
+        product_rate=5e13,
+        batched_rate=5e13,
+        memory_rate=1e12,
+        cache_rate=1e12,
+        cache_size=4e7,
+        fresh_rate=math.inf,
+        loop_step=2e-5,
+        stream_size=2.56e8,
+        working_set=1e10,
+    ),
 }
+BACKENDS["tpu"] = dataclasses.replace(BACKENDS["gpu"], name="tpu", product_rate=1e14, batched_rate=1e14)
 
 
 def backend() -> Backend:
@@ -141,10 +169,8 @@ class Prices:
 
     def streamed(self) -> Streamed:
         """The streamed strategy with as many examples at a time as this device likes."""
-        if not self.device.stream_batched:
-            return Streamed()
-        at_a_time = max(1, int(self.device.stream_size / max(self.gradient, 1)))
-        return Streamed(min(at_a_time, self.size), batched=True)
+        at_a_time = int(self.device.stream_size / max(self.gradient, 1))
+        return Streamed(max(1, min(at_a_time, self.size)))
 
     def _memory(self, moved: float, at_once: float | None = None) -> float:
         fits = (moved if at_once is None else at_once) <= self.device.cache_size

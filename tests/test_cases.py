@@ -67,6 +67,8 @@ def pad(case: Case, args: Any) -> Any:
 class Runner:
     """Runs one case in one variant: `explain` and `run` take the same options."""
 
+    statistics = STATISTICS
+
     def __init__(self, case: Case, variant: tuple[bool, str, Any], dtype: str = "float64") -> None:
         keep_batch_dim, weights, size = variant
         self.error = ERROR_OF_CASE.get((case.name, dtype), ERROR[dtype])
@@ -80,12 +82,12 @@ class Runner:
 
     def plan(self, strategy: str) -> Any:
         """Which strategy feeds which statistics, tail by tail."""
-        plan = pg.explain(self.loss, STATISTICS, strategy=strategy, **self.options)(*self.args)
+        plan = pg.explain(self.loss, self.statistics, strategy=strategy, **self.options)(*self.args)
         return tuple(tuple((c.strategy, c.statistics) for c in tail.choices) for tail in plan.tails)
 
     def check(self, strategy: str) -> None:
         """Runs all statistics in one program and compares them with the truth."""
-        stats_fn = pg.value_and_stats(self.loss, STATISTICS, strategy=strategy, **self.options)
+        stats_fn = pg.value_and_stats(self.loss, self.statistics, strategy=strategy, **self.options)
         out = jax.jit(stats_fn)(*self.args, example_weights=self.weights)
         assert_agrees(out, self.truth, self.weights, self.error)
 
@@ -109,7 +111,11 @@ def test_strategies(case: Case) -> None:
 def test_low_precision(case: Case, dtype: str) -> None:
     for offset, strategy in enumerate(("auto", "streamed")):
         number = CASES.index(case) + offset * STRIDE
-        Runner(case, VARIANTS[number % len(VARIANTS)], dtype).check(strategy)
+        runner = Runner(case, VARIANTS[number % len(VARIANTS)], dtype)
+        # What rounds in its own way; the other means do as the square does.
+        names = ("mean", "square", "cos", "sign", "variance", "fold", "individual", "loss")
+        runner.statistics = {name: STATISTICS[name] for name in names}
+        runner.check(strategy)
 
 
 HANDFUL = (
