@@ -143,8 +143,6 @@ CASES: dict[str, Transformer | MLP] = {
     "transformer_long": Transformer(batch=8, length=256, width=256, layers=4, vocab=1024),
     "transformer_vocab": Transformer(batch=16, length=128, width=256, layers=4, vocab=8192),
     "transformer_wide": Transformer(batch=32, length=64, width=512, layers=2, vocab=1024),
-    "transformer_tied": Transformer(
-        batch=16, length=128, width=256, layers=4, vocab=4096, tied=True
-    ),
+    "transformer_tied": Transformer(batch=16, length=128, width=256, layers=4, vocab=4096, tied=True),
     "mlp": MLP(batch=128, width=1024, layers=4),
 }

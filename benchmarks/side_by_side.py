@@ -94,9 +94,7 @@ def candidates(
         found[f"{MICRO_GRAD}, microbatch {size}"] = micro_grad(loss, size)
     found["pergrad"] = pg.value_and_stats(loss, STATISTICS)
     for size in pergrad_sizes:
-        found[f"pergrad, microbatch {size}"] = pg.value_and_stats(
-            loss, STATISTICS, microbatch_size=size
-        )
+        found[f"pergrad, microbatch {size}"] = pg.value_and_stats(loss, STATISTICS, microbatch_size=size)
     return found
 
 

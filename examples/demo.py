@@ -103,12 +103,8 @@ def noise_table(history: list[Noise]) -> str:
     """Signal-to-noise ratio and share of noise, early and late in training."""
     rows = []
     for layer in history[0]:
-        early, late = (
-            _ratio_and_share(part, layer) for part in (history[:WINDOW], history[-WINDOW:])
-        )
-        rows.append(
-            [layer, f"{early[0]:.2f}", f"{late[0]:.2f}", f"{early[1]:.0%}", f"{late[1]:.0%}"]
-        )
+        early, late = (_ratio_and_share(part, layer) for part in (history[:WINDOW], history[-WINDOW:]))
+        rows.append([layer, f"{early[0]:.2f}", f"{late[0]:.2f}", f"{early[1]:.0%}", f"{late[1]:.0%}"])
     return table(["layer", "SNR early", "SNR late", "noise early", "noise late"], rows)
 
 
@@ -122,7 +118,7 @@ def _ratio_and_share(history: list[Noise], layer: str) -> tuple[float, float]:
 def compare_costs(params: Any, tokens: np.ndarray) -> str:
     """Time and memory of every way to the same statistics."""
     programs = compile_all(
-        candidates(MODEL.loss, micro_grad_sizes=(1, 4), pergrad_sizes=()), params, tokens
+        candidates(MODEL.loss, micro_grad_sizes=(1, 4), pergrad_sizes=("auto",)), params, tokens
     )
     largest_difference(programs, params, tokens)
     results = time_all(programs, params, tokens, rounds=10, budget=5.0)
@@ -152,9 +148,7 @@ def main() -> None:
 
     print("\nWhat it costs, as multiples of the mean gradient alone:\n", flush=True)
     print(compare_costs(params, tokens))
-    print(
-        "\nAll but the first return the same statistics (checked). `make bench` has larger models."
-    )
+    print("\nAll but the first return the same statistics (checked). `make bench` has larger models.")
 
 
 if __name__ == "__main__":

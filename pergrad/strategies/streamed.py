@@ -55,7 +55,7 @@ class Streamed(Strategy):
         steps = 0 if self.at_a_time == 1 else size // self.at_a_time
         grouped = steps * self.at_a_time
         if steps:
-            groups = jax.tree.map(lambda x: x[:grouped].reshape(steps, -1, *x.shape[1:]), xs)
+            groups = jax.tree.map(lambda x: x[:grouped].reshape(steps, self.at_a_time, *x.shape[1:]), xs)
             states, _ = lax.scan(group, states, groups, length=steps)
         rest = jax.tree.map(lambda x: x[grouped:], xs)
         return lax.scan(one, states, rest, length=size - grouped)[0]

@@ -1,0 +1,319 @@
+"""The plan: what it chooses, how it reads, and that it is true of the program that runs.
+
+Everything here is abstract: shapes are planned, lowered and compiled, and nothing runs.
+"""
+
+import inspect
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import pergrad as pg
+from benchmarks.models import MLP, Transformer
+from pergrad.strategies import streamed
+
+STRATEGIES = ["summed", "factored", "sparse", "streamed", "materialise"]
+MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def tokens(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def abstract(model):
+    """The loss of a benchmark, and its parameters and batch as float32 shapes."""
+
+    def loss(params, batch):
+        with jax.numpy_rank_promotion("allow"):
+            return model.loss(params, batch)
+
+    def make(key):
+        return model.init(key), model.sample(key)
+
+    shapes = jax.eval_shape(make, jax.random.key(0))
+    return loss, *jax.tree.map(
+        lambda x: floats(*x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else x, shapes
+    )
+
+
+def plan_moments(model):
+    loss, *args = abstract(model)
+    return pg.explain(loss, MOMENTS)(*args)
+
+
+def rows_of(plan):
+    return {row.path: row for row in plan.rows}
+
+
+def tagger(params, batch):
+    """Lookups, a product summed over positions, a sum over positions; one parameter has no use."""
+    x, y = batch
+    h = jnp.tanh(params["table"][x] @ params["w"] + params["b"][None, None])
+    return jnp.mean(jnp.square(h - y))
+
+
+def tagger_args(size, positions=32, vocab=4096, width=128, make=floats):
+    params = {
+        "table": make(vocab, width),
+        "w": make(width, width),
+        "b": make(width),
+        "unused": make(3, 2),
+    }
+    return params, (tokens(size, positions), make(size, positions, width))
+
+
+def recurrent(w, x):
+    def step(h, x):
+        return jnp.tanh(h @ w + x), None
+
+    h, _ = lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.moveaxis(x, 1, 0))
+    return jnp.mean(jnp.square(h))
+
+
+# The table.
+
+
+def test_table_has_one_row_a_parameter():
+    plan = pg.explain(tagger, MOMENTS)(*tagger_args(16))
+    lines = str(plan).splitlines()
+    columns = ["parameter", "shape", "term", "strategy", "operations", "x plain", "memory", "reason"]
+    assert [head.strip() for head in lines[0].split("  ") if head] == columns
+    assert [row.path for row in plan.rows] == ["['b']", "['table']", "['unused']", "['w']"]
+    assert [row.shape for row in plan.rows] == [(128,), (4096, 128), (3, 2), (128, 128)]
+    for row, line in zip(plan.rows, lines[2:], strict=False):
+        assert line.startswith(f"{row.path}  ")
+        for cell in ("x".join(map(str, row.shape)), row.kind, row.strategy, row.reason):
+            assert f"  {cell}" in line
+    assert lines[2 + len(plan.rows)] == ""
+
+
+def test_table_ends_in_totals():
+    plan = pg.explain(tagger, MOMENTS)(*tagger_args(16))
+    examples, operations, memory = str(plan).splitlines()[-3:]
+    assert examples == "16 examples, all at once, planned for cpu"
+    assert operations.startswith("operations: ")
+    assert operations.endswith(f"{plan.operations / plan.plain_operations:.2f} x jax.grad")
+    assert memory.startswith("temporary memory: ")
+    assert f"{plan.bytes / plan.plain_bytes:.2f} x jax.grad" in memory
+
+
+def test_table_of_one_scalar():
+    plan = pg.explain(lambda w, x: jnp.mean(w * x), pg.Mean())(floats(), floats(4))
+    (row,) = plan.rows
+    assert (row.path, row.shape) == ("args[0]", ())
+    assert "args[0]    scalar" in str(plan)
+
+
+def test_shapes_are_as_good_as_arrays():
+    arrays = tagger_args(4, 3, 7, 5, make=lambda *shape: jnp.zeros(shape, jnp.float32))
+    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+    explain = pg.explain(tagger, MOMENTS)
+    assert str(explain(*arrays)) == str(explain(*tagger_args(4, 3, 7, 5)))
+
+
+def test_nothing_is_allocated():
+    plan = pg.explain(tagger, MOMENTS)(*tagger_args(10**6, vocab=10**9, width=10**5))
+    assert plan.plain_bytes > 1e14
+
+
+# What is chosen.
+
+
+def test_mlp():
+    plan = plan_moments(MLP(batch=128, width=1024, layers=2))
+    for row in plan.rows:
+        if row.path.endswith("['weight']"):
+            assert (row.kind, row.strategy) == ("product", "summed, factored")
+            assert "mean: one sum over all examples" in row.reason
+            assert "an outer product for each example" in row.reason
+            assert row.operations == 2 * row.plain_operations
+        else:
+            assert (row.kind, row.strategy, row.reason) == ("sum", "materialise", "small")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformer(tied):
+    model = Transformer(batch=16, length=128, width=256, layers=1, vocab=8192, tied=tied)
+    rows = rows_of(plan_moments(model))
+    table = rows.pop("['embed']")
+    if tied:
+        assert (table.kind, table.strategy) == ("product + scatter", "streamed")
+        assert table.reason == "sums over 128 positions, 2 terms"
+    else:
+        assert (table.kind, table.strategy) == ("scatter", "sparse")
+        assert table.reason == "touches at most 128 of 8192 rows"
+    for row in rows.values():
+        if row.path == "['head']" or row.path.endswith(("['qkv']", "['out']", "['up']", "['down']")):
+            assert (row.kind, row.strategy) == ("product", "streamed")
+            assert row.reason == "sums over 128 positions"
+        else:
+            assert (row.kind, row.strategy) == ("sum", "materialise")
+
+
+@pytest.mark.parametrize("model", [MLP(128, 1024, 2), Transformer(16, 128, 256, 1, 8192)], ids=type)
+def test_mean_alone(model):
+    loss, *args = abstract(model)
+    plan = pg.explain(loss, pg.Mean())(*args)
+    assert {row.strategy for row in plan.rows} == {"summed"}
+    assert {row.reason for row in plan.rows} == {"mean: one sum over all examples"}
+    assert plan.operations == plan.plain_operations
+    assert plan.bytes == plan.plain_bytes
+
+
+def test_unused_parameter():
+    row = rows_of(pg.explain(tagger, MOMENTS)(*tagger_args(16)))["['unused']"]
+    assert (row.kind, row.strategy, row.reason) == ("constant", "summed", "the same for every example")
+
+
+def test_what_no_rule_knows():
+    row = pg.explain(recurrent, pg.Mean(jnp.square))(floats(64, 64), floats(8, 16, 64)).rows[0]
+    lines, start = inspect.getsourcelines(recurrent)
+    (offset,) = [i for i, line in enumerate(lines) if "lax.scan" in line]
+    assert (row.kind, row.strategy) == ("value", "materialise")
+    assert row.reason == f"made by scan at test_plan.py:{start + offset} (recurrent)"
+
+
+def test_individual():
+    plan = pg.explain(tagger, pg.Individual())(*tagger_args(16))
+    assert {row.strategy for row in plan.rows} == {"materialise"}
+    assert {row.reason for row in plan.rows} == {"asks for the gradients themselves"}
+
+
+# A strategy that was asked for.
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_as_asked(name):
+    plan = pg.explain(tagger, MOMENTS, strategy=name)(*tagger_args(16))
+    for tail in plan.tails:
+        for choice in tail.choices:
+            said = "as asked" if choice.strategy.name == name else f"not {name}: "
+            assert all(reason.startswith(said) for reason in choice.reason.split("; "))
+    for row in plan.rows:
+        assert ("as asked" in row.reason) == (name in row.strategy.split(", "))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "strategy", "reason"),
+    [
+        ("sparse", "['table']", "sparse", "as asked"),
+        ("sparse", "['w']", "streamed", "not sparse: not a single lookup"),
+        ("factored", "['w']", "streamed", "not factored: sums over positions"),
+        ("summed", "['w']", "streamed", "not summed: not the mean gradient"),
+        ("streamed", "['b']", "streamed", "as asked"),
+        ("materialise", "['table']", "materialise", "as asked"),
+    ],
+)
+def test_strategy_for_one_parameter(name, path, strategy, reason):
+    plan = pg.explain(tagger, pg.Mean(jnp.square), strategy=name)(*tagger_args(16))
+    row = rows_of(plan)[path]
+    assert (row.strategy, row.reason) == (strategy, reason)
+
+
+def test_individual_cannot_be_streamed():
+    plan = pg.explain(tagger, pg.Individual(), strategy="streamed")(*tagger_args(16))
+    assert {row.reason for row in plan.rows} == {"not streamed: asks for all gradients"}
+
+
+# The plan tells the truth.
+
+
+@pytest.fixture
+def optimised():
+    """XLA as users have it."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, before)
+
+
+def unrolled_scan(body, init, xs, length, unroll=1):
+    return lax.scan(body, init, xs, length, unroll=length)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MLP(batch=32, width=256, layers=4),
+        Transformer(batch=4, length=64, width=128, layers=1, vocab=512),
+        Transformer(batch=4, length=64, width=128, layers=1, vocab=512, tied=True),
+    ],
+    ids=["mlp", "transformer", "tied"],
+)
+def test_truth(model, optimised, monkeypatch):
+    loss, *args = abstract(model)
+    plan = pg.explain(loss, MOMENTS)(*args)
+
+    def compiled(fun):
+        return jax.jit(fun).lower(*args).compile()
+
+    plain, stats = compiled(jax.value_and_grad(loss)), compiled(pg.value_and_stats(loss, MOMENTS))
+    # XLA counts the body of a loop once, so its operations are counted without loops.
+    monkeypatch.setattr(streamed, "lax", types.SimpleNamespace(scan=unrolled_scan))
+    without_loops = compiled(pg.value_and_stats(loss, MOMENTS))
+
+    assert plan.plain_operations == pytest.approx(plain.cost_analysis()["flops"], rel=0.05)
+    assert plan.operations == pytest.approx(without_loops.cost_analysis()["flops"], rel=0.1)
+    assert 1 / 2 < plan.plain_bytes / plain.memory_analysis().temp_size_in_bytes < 2
+    assert 1 / 2 < plan.bytes / stats.memory_analysis().temp_size_in_bytes < 2
+
+
+def test_totals_are_more_than_the_rows():
+    plan = pg.explain(tagger, MOMENTS)(*tagger_args(16))
+    assert plan.operations > sum(row.operations for row in plan.rows)
+    assert plan.plain_operations > sum(row.plain_operations for row in plan.rows)
+    assert plan.bytes > max(row.bytes for row in plan.rows)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 4])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_program_does_not_grow_with_the_batch(strategy, microbatch_size):
+    everything = MOMENTS | {"variance": pg.Variance(), "loss": pg.Loss(), "count": pg.Count()}
+    stats_fn = pg.value_and_stats(tagger, everything, strategy=strategy, microbatch_size=microbatch_size)
+
+    def lines(size):
+        return jax.jit(stats_fn).lower(*tagger_args(size)).as_text().count("\n")
+
+    assert lines(8) == lines(32)
+
+
+# Microbatches.
+
+
+def test_auto_microbatch_of_large_activations():
+    args = tagger_args(32, positions=4096, width=512)
+    at_once = pg.explain(tagger, MOMENTS)(*args)
+    auto = pg.explain(tagger, MOMENTS, microbatch_size="auto")(*args)
+    assert 1 <= auto.microbatch_size < 32
+    assert f"32 examples, {auto.microbatch_size} at a time" in str(auto)
+    assert auto.bytes < at_once.bytes / 2
+    assert auto.plain_bytes == at_once.plain_bytes
+    assert auto.operations == pytest.approx(at_once.operations, rel=0.01)
+
+
+def test_auto_microbatch_of_small_activations():
+    loss, *args = abstract(MLP(batch=32, width=1024, layers=2))
+    plan = pg.explain(loss, MOMENTS, microbatch_size="auto")(*args)
+    assert plan.microbatch_size == 32
+    assert "all at once" in str(plan)
+
+
+@pytest.mark.parametrize("size", [1, 7, 48])
+@pytest.mark.parametrize("positions", [1, 512, 2**17])
+def test_auto_microbatch_is_within_the_batch(size, positions):
+    plan = pg.explain(tagger, MOMENTS, microbatch_size="auto")(*tagger_args(size, positions))
+    assert 1 <= plan.microbatch_size <= size
+
+
+@pytest.mark.parametrize(("asked", "planned"), [(3, 3), (16, 16), (100, 16)])
+def test_microbatch_as_asked(asked, planned):
+    plan = pg.explain(tagger, MOMENTS, microbatch_size=asked)(*tagger_args(16))
+    assert plan.microbatch_size == planned

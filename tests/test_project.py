@@ -1,0 +1,212 @@
+"""What the project says of itself: examples that run, rooms in order, the names of the contract."""
+
+import ast
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import primitives
+
+import pergrad as pg
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "pergrad"
+PAGES = sorted(page for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+
+NAMES = {
+    *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
+    *("Mean", "Variance", "Individual", "Fold", "Loss", "Count", "power", "Statistic"),
+    *("PergradError", "ArgumentError", "NotPerExampleError"),
+}
+
+# Every module imports from those above it alone.
+ORDER = [
+    "pergrad._errors",
+    "pergrad._compat",
+    "pergrad._eval",
+    "pergrad._statistics",
+    "pergrad.terms._term",
+    "pergrad.terms.product",
+    "pergrad.terms.scatter",
+    "pergrad.terms.total",
+    "pergrad.terms",
+    "pergrad._steps",
+    "pergrad._tail",
+    "pergrad.strategies._strategy",
+    "pergrad.strategies.summed",
+    "pergrad.strategies.factored",
+    "pergrad.strategies.streamed",
+    "pergrad.strategies.sparse",
+    "pergrad.strategies.materialise",
+    "pergrad.strategies",
+    "pergrad._trace",
+    "pergrad._cut",
+    "pergrad._cost",
+    "pergrad._price",
+    "pergrad._plan",
+    "pergrad._run",
+    "pergrad._call",
+    "pergrad._check",
+    "pergrad._api",
+    "pergrad",
+]
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imports(tree):
+    """The dotted name of everything that is imported anywhere in a module, `TYPE_CHECKING` or not."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are written out in full"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+# What is written for users runs, with JAX as they find it.
+
+
+@pytest.fixture
+def as_for_users():
+    jax.config.update("jax_enable_x64", False)
+    with jax.numpy_rank_promotion("allow"):
+        yield
+    jax.config.update("jax_enable_x64", True)
+
+
+def docstring_examples(name):
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = finder.find(getattr(pg, name), name, globs={"pg": pg, "jax": jax, "jnp": jnp})
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in NAMES if docstring_examples(name)))
+def test_docstring(name, as_for_users):
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    report = []
+    for test in docstring_examples(name):
+        runner.run(test, out=report.append)
+    assert not runner.failures, "".join(report)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in NAMES if inspect.isfunction(getattr(pg, n))))
+def test_every_function_has_an_example(name):
+    assert docstring_examples(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(page, as_for_users, capsys):
+    text = page.read_text()
+    namespace = {"__name__": page.name}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        lines_above = text[: block.start(1)].count("\n")
+        exec(compile("\n" * lines_above + block[1], str(page), "exec"), namespace)
+
+
+def test_readme_has_code():
+    assert "```python" in (ROOT / "README.md").read_text()
+
+
+# The rooms.
+
+
+def test_order_names_every_module():
+    assert sorted(ORDER) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_go_one_way(module):
+    ours = {name for name in imports(MODULES[module]) if name.split(".")[0] == "pergrad"}
+    # `a.b.c` is the module of this name, or else the name c in the module a.b.
+    used = {name if name in MODULES else name.rpartition(".")[0] for name in ours}
+    assert used <= set(ORDER[: ORDER.index(module)])
+
+
+@pytest.mark.parametrize("module", sorted(set(ORDER) - {"pergrad._compat"}))
+def test_internals_of_jax_enter_through_compat(module):
+    tree = MODULES[module]
+    internal = ("jax._src", "jax.interpreters", "jaxlib")
+    used = {name for name in imports(tree) if f"{name}.".startswith(tuple(f"{i}." for i in internal))}
+    used |= {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in internal
+    }
+    assert not used
+
+
+PRIMITIVE_NAMES = {p.name for p in vars(primitives).values() if isinstance(p, jax.extend.core.Primitive)}
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_no_primitive_is_matched_by_name(module):
+    def strings(node):
+        return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)} & PRIMITIVE_NAMES
+
+    found = []
+    for node in ast.walk(MODULES[module]):
+        match node:
+            case ast.Attribute(attr="name", value=value) if "primitive" in ast.unparse(value):
+                found.append(ast.unparse(node))
+            case ast.Compare() | ast.MatchValue() if strings(node):
+                found.append(ast.unparse(node))
+            case ast.Dict(keys=keys) if any(strings(key) for key in keys if key):
+                found.append(ast.unparse(node))
+    assert not found
+
+
+def test_primitive_names_are_known():
+    assert {"scan", "dot_general", "reduce_sum"} <= PRIMITIVE_NAMES
+
+
+# The names.
+
+
+def test_public_names():
+    assert set(pg.__all__) == NAMES
+    assert len(pg.__all__) == len(NAMES)
+    assert pg.__all__ == sorted(pg.__all__)
+
+
+def test_nothing_else_is_public():
+    public = {name for name, value in vars(pg).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert public == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_docstring_is_there(name):
+    doc = getattr(pg, name).__doc__
+    assert doc
+    assert not doc.startswith(f"{name}("), "a dataclass wrote it itself"
+
+
+def test_import_needs_no_optional_package():
+    optional = ["equinox", "flax", "haiku", "matplotlib"]
+    code = f"import sys, pergrad; print([name for name in {optional} if name in sys.modules])"
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "[]"
+
+
+def test_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == pg.__version__
