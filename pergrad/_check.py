@@ -49,7 +49,7 @@ def check(
     >>> pg.check(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
     >>> pg.check(lambda w, x: jnp.sum((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
     Traceback (most recent call last):
-    pergrad._errors.NotPerExampleError: ... sum over the examples ...
+    pergrad._errors.NotPerExampleError: ... sum over the examples, ...
     """
     request = Request(fun, [Mean(), Mean(jnp.square), Loss()], argnums, **options)
     if request.rng_argnums != ():

@@ -123,6 +123,8 @@ def peak_bytes(
 
     def is_stored(v: Var, eqn: JaxprEqn) -> bool:
         read_by = readers.get(v, [])
+        if all(isinstance(operand, Literal) for operand in eqn.invars):
+            return False  # a constant
         return (
             eqn.primitive in STORING
             or len(read_by) > 1

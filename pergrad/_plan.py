@@ -155,19 +155,16 @@ def _why(strategy: Strategy, tail: Tail, size: int) -> str:
         case "sparse":
             assert isinstance(term, Lookup)
             return f"touches at most {term.contributions} of {term.table} rows"
-        case "streamed":
-            terms = "" if len(tail.terms) == 1 else f", {len(tail.terms)} terms"
-            return f"sums over {max(t.contributions for t in tail.terms)} positions{terms}"
-    return _why_materialised(tail, size)
-
-
-def _why_materialised(tail: Tail, size: int) -> str:
     if size == 1:
         return "one example at a time"
     for term in tail.terms:
         if isinstance(term, Total) and not term.is_sum and term.made_by is not None:
             return f"made by {term.made_by.primitive} at {_compat.user_line(term.made_by)}"
-    return "small"
+    if strategy.name == "materialise":
+        return "small"
+    positions = max(term.contributions for term in tail.terms)
+    what = f"sums over {positions} positions" if positions > 1 else "not a mean of factorable phi"
+    return what if len(tail.terms) == 1 else f"{what}, {len(tail.terms)} terms"
 
 
 def _choose_microbatch_size(
@@ -179,7 +176,7 @@ def _choose_microbatch_size(
     operating system and paged in, and B / m times the states of all statistics, p bytes, are read and
     written: m a / fresh rate + (B / m) (2 p / cache rate + loop step).
     """
-    a = _backbone_bytes(cut, 1)
+    a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     p = len(statistics) * sum(_cost.nbytes(g) for g in cut.program.grads)
 
     def seconds(m: int) -> float:
@@ -238,7 +235,7 @@ def _describe(
 def _rows(
     tail_plan: TailPlan, paths: Sequence[str], batch_size: int, at_once: int, device: Backend
 ) -> list[Row]:
-    """One row for each parameter of the tail; what they share is divided among them."""
+    """One row for each parameter of the tail; operations they share are divided among them."""
     tail, choices = tail_plan.tail, tail_plan.choices
     prices = Prices(tail, at_once, sum(len(c.statistics) for c in choices), device)
     share = 1 / len(tail.params)
@@ -250,8 +247,8 @@ def _rows(
             kind=" + ".join(term.kind for term in tail.terms) or "constant",
             strategy=", ".join(c.strategy.name for c in choices),
             operations=share * operations * batch_size / at_once,
-            plain_operations=share * batch_size * prices.operations,
-            bytes=share * max((prices.temporary(c.strategy) for c in choices), default=0),
+            plain_operations=share * Prices(tail, batch_size, 1, device).plain_operations,
+            bytes=max((prices.temporary(c.strategy) for c in choices), default=0),
             reason="; ".join(c.reason for c in choices),
         )
         for param, grad in zip(tail.params, tail.grads, strict=True)

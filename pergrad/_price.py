@@ -1,13 +1,14 @@
 """What reducing a tail costs in seconds on a kind of device, by strategy.
 
-From three counts: operations of products, bytes read and written, steps of loops. With F operations
-and g bytes for one example's gradient, f bytes of factors for all B examples, and s statistics,
+From three counts: operations of products, bytes read and written, steps of loops. With F_t operations
+for one example's terms, F_s for the steps after them, g bytes for one example's gradient, f bytes of
+factors for all B examples, and s statistics,
 
-    summed        B F / product rate  + (f + g) / memory rate
-    factored      B F / product rate  + (2 f + g) / memory rate           for each statistic
-    streamed      B F / product rate  + B g (1 + 2 s) / memory rate       + B loop steps
-    materialise   B F / batched rate  + B g (1 + s) / memory rate
-    sparse        (2 + s) bytes of the rows and the tables / memory rate
+    summed        (B F_t + F_s) / product rate   + (f + g) / memory rate
+    factored      (B F_t + F_s) / product rate   + (2 f + g) / memory rate      for each statistic
+    streamed      B (F_t + F_s) / product rate   + B g (1 + 2 s) / memory rate  + B loop steps
+    materialise   B (F_t + F_s) / batched rate   + B g (1 + s) / memory rate
+    sparse        (2 + s) (f + g) / memory rate
 
 What fits into the cache is read and written at the cache's rate. The rates are rough on purpose: what
 they decide differs by factors, not by percents.
@@ -23,6 +24,7 @@ import jax
 from pergrad import _cost
 from pergrad._compat import aval
 from pergrad._statistics import accumulation_dtype
+from pergrad._steps import STEPS
 from pergrad._tail import Tail
 from pergrad.strategies import Strategy, Streamed
 from pergrad.terms import Lookup
@@ -95,15 +97,26 @@ class Prices:
     device: Backend
 
     @property
-    def operations(self) -> float:
-        """F: of one example's gradients."""
-        terms = [term.eqn for term in self.tail.terms if term.eqn is not None]
-        return _cost.operations([*terms, *self.tail.steps])
+    def term_operations(self) -> float:
+        """F_t: of one example's terms."""
+        return _cost.operations(term.eqn for term in self.tail.terms if term.eqn is not None)
+
+    @property
+    def step_operations(self) -> float:
+        """F_s: of the steps, for one example or after a sum over all."""
+        return _cost.operations(self.tail.steps)
 
     @property
     def gradient(self) -> float:
         """g: bytes of one example's gradients, kept wide."""
         return sum(_cost.size(g) * accumulation_dtype(aval(g).dtype).itemsize for g in self.tail.grads)
+
+    @property
+    def formed(self) -> float:
+        """Bytes of what is formed for one example: the gradients, and terms that are mixed into them."""
+        mixes = any(STEPS[step.primitive].family == "mix" for step in self.tail.steps)
+        terms = sum(_cost.nbytes(term.out) for term in self.tail.terms if term.eqn is not None)
+        return self.gradient + (terms if mixes else 0)
 
     @property
     def factors(self) -> float:
@@ -113,17 +126,18 @@ class Prices:
     def seconds(self, strategy: Strategy) -> float:
         """The price of one strategy, for all statistics if it forms gradients, else for one."""
         d, b, f, g, s = self.device, self.size, self.factors, self.gradient, self.statistics
-        products = b * self.operations / d.product_rate
+        at_once = b * self.term_operations + self.step_operations
+        one_by_one = b * (self.term_operations + self.step_operations)
         match strategy.name:
             case "summed":
-                return products + self._memory(f + g)
+                return at_once / d.product_rate + self._memory(f + g)
             case "factored":
-                return products + self._memory(2 * f + g)
+                return at_once / d.product_rate + self._memory(2 * f + g)
             case "streamed":
                 passes = self._memory(b * g * (1 + 2 * s), at_once=g * (1 + s))
-                return products + passes + b * d.loop_step
+                return one_by_one / d.product_rate + passes + b * d.loop_step
             case "materialise":
-                return b * self.operations / d.batched_rate + self._memory(b * g * (1 + s))
+                return one_by_one / d.batched_rate + self._memory(b * g * (1 + s))
             case "sparse":
                 return self._memory((2 + s) * (f + g))
         raise AssertionError(strategy.name)
@@ -135,18 +149,23 @@ class Prices:
             return self._memory(self.factors)
         return self._memory(self.size * g, at_once=g * (1 + self.statistics))
 
+    @property
+    def plain_operations(self) -> float:
+        """Floating-point operations of the mean gradient."""
+        return self.size * self.term_operations + self.step_operations
+
     def operations_of(self, strategy: Strategy, statistics: int) -> float:
         """Floating-point operations, with about two for every number that feeds a statistic."""
-        products = self.size * self.operations
         numbers = sum(_cost.size(g) for g in self.tail.grads)
         match strategy.name:
             case "summed":
-                return products
+                return self.plain_operations
             case "factored":
-                return statistics * products
+                return statistics * self.plain_operations
             case "sparse":
                 return 2 * statistics * self.size * sum(_cost.size(v) for v in self.tail.factors)
-        return products + 2 * statistics * self.size * numbers
+        formed = self.term_operations + self.step_operations
+        return self.size * (formed + 2 * statistics * numbers)
 
     def temporary(self, strategy: Strategy) -> float:
         """Bytes of temporary memory."""
@@ -157,9 +176,9 @@ class Prices:
                 return self.factors
             case "streamed":
                 at_a_time = strategy.at_a_time if isinstance(strategy, Streamed) else 1
-                return self.gradient * min(at_a_time, self.size)
+                return self.formed * min(at_a_time, self.size)
             case "materialise":
-                return self.gradient * self.size
+                return self.formed * self.size
             case "sparse":
                 (lookup,) = self.tail.terms
                 assert isinstance(lookup, Lookup)
