@@ -41,9 +41,10 @@ def evaluate_wide(eqns: Sequence[JaxprEqn], env: Env) -> None:
 
 def widen(x: Any) -> Any:
     """Half-precision numbers as float32, anything else as it is."""
-    half = jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    dtype = jnp.result_type(x)
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return x.astype(jnp.float32) if half else x
 
 
 def _narrows(eqn: JaxprEqn, x: Any) -> bool:
-    return jnp.finfo(eqn.params["new_dtype"]).bits < jnp.finfo(x.dtype).bits
+    return jnp.finfo(eqn.params["new_dtype"]).bits < jnp.finfo(jnp.result_type(x)).bits

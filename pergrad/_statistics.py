@@ -212,15 +212,13 @@ class Variance(Accumulator):
         return jnp.zeros((), dtype), zeros, zeros
 
     def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        # share' = share + w,  d = g - mean,  mean' = mean + d w / share'
-        # M2'    = M2 + w d (g - mean')
+        # A group of one: share' = share + w,  d = g - mean,  mean' = mean + d w / share'
+        # M2' = M2 + d^2 w share / share', which is M2 + w d (g - mean') and cannot be negative
         share, mean, m2 = state
-        g = g.astype(mean.dtype)
         w = jnp.asarray(w, mean.dtype)
-        share = share + w
-        d = g - mean
-        new_mean = mean + jnp.where(w != 0, d * (w / _positive(share)), 0)
-        return share, new_mean, m2 + weigh(d * (g - new_mean), w)
+        of_g = w / _positive(share + w)
+        d = g.astype(mean.dtype) - mean
+        return share + w, mean + weigh(d, of_g), m2 + weigh(jnp.square(d), of_g * share)
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         gs = gs.astype(state[1].dtype)

@@ -61,10 +61,10 @@ class Sparse(Strategy):
             if isinstance(job.statistic, Variance):
                 mean = sums[Mean()] / jnp.maximum(n, jnp.finfo(n.dtype).tiny)
                 m2 = _squares_around(mean, lookup, rows, w, n)
-                mean, m2 = (_moved(tail, lookup, x) for x in (mean, m2))
+                mean, m2 = (_moved(tail, lookup, x, examples) for x in (mean, m2))
                 states.append(job.statistic.merge(job.start, (n, mean, m2)))
             elif isinstance(job.statistic, Mean):
-                states.append(job.start + _moved(tail, lookup, sums[job.statistic]))
+                states.append(job.start + _moved(tail, lookup, sums[job.statistic], examples))
         return states
 
 
@@ -80,9 +80,9 @@ def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: 
     return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)
 
 
-def _moved(tail: Tail, lookup: Lookup, table: jax.Array) -> jax.Array:
+def _moved(tail: Tail, lookup: Lookup, table: jax.Array, examples: Examples) -> jax.Array:
     """The table after the tail's steps, which move entries and so commute with any phi."""
-    env = {lookup.out: table}
+    env = tail.env(examples.factors, examples.constants) | {lookup.out: table}
     evaluate_wide(tail.steps, env)
     return read(env, tail.grads[0])
 
