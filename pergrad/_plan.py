@@ -174,13 +174,13 @@ def _choose_microbatch_size(
 
     With a bytes of activations for an example, temporary memory of m a bytes has to be had from the
     operating system and paged in, and B / m times the states of all statistics, p bytes, are read and
-    written: m a / fresh rate + (B / m) (2 p / cache rate + loop step).
+    written: m a / fresh rate + (B / m) (2 p / memory rate + loop step).
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     p = len(statistics) * sum(_cost.nbytes(g) for g in cut.program.grads)
 
     def seconds(m: int) -> float:
-        step = 2 * p / device.cache_rate + device.loop_step
+        step = 2 * p / device.memory_rate + device.loop_step
         return m * a / device.fresh_rate + batch_size / m * step
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]

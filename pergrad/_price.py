@@ -35,7 +35,7 @@ class Backend:
     """What the plan knows about a kind of device. Rates are per second, sizes in bytes.
 
     `fresh_rate` is that of memory that the operating system has to provide first. `stream_size` is how
-    much the gradients of one loop step may take; 0 for one example at a time.
+    much the gradients of one batched product may take; 0 where products should not be batched.
     """
 
     name: str
@@ -188,8 +188,12 @@ class Prices:
 
     def streamed(self) -> Streamed:
         """The streamed strategy with as many examples at a time as this device likes."""
-        at_a_time = int(self.device.stream_size / max(self.gradient, 1))
-        return Streamed(max(1, min(at_a_time, self.size)))
+        if self.device.stream_size:
+            at_a_time = int(self.device.stream_size / max(self.gradient, 1))
+            return Streamed(max(1, min(at_a_time, self.size)), batched=True)
+        products = (self.term_operations + self.step_operations) / self.device.product_rate
+        passes = self._memory(self.gradient * (1 + 2 * self.statistics), at_once=0)
+        return Streamed(4 if passes > 0.4 * products else 1)
 
     def _memory(self, moved: float, at_once: float | None = None) -> float:
         fits = (moved if at_once is None else at_once) <= self.device.cache_size

@@ -3,9 +3,10 @@
 All matrix products together are those of the mean gradient, which is one more statistic of the same
 pass. What is needed on top is one gradient's memory and, for every statistic, its state's.
 
-Where the device likes it, several examples go through one step of the loop (`at_a_time`), their
-gradients formed by one batched product. The CPU does not: there a batched product takes up to 20 times
-as long as the single ones.
+Several examples may go through one step of the loop (`at_a_time`). On accelerators their gradients are
+formed by one batched product (`batched`). On the CPU that takes up to 20 times as long as single
+products, which therefore stay single; but the states are read and written once for all of them, which
+pays where products are short.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Streamed(Strategy):
     name = "streamed"
 
     at_a_time: int = 1
+    batched: bool = False
 
     def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
         return "asks for all gradients" if isinstance(statistic, Individual) else None
@@ -52,10 +54,11 @@ class Streamed(Strategy):
             return [job.statistic.add_all(state, gs[job.grad], w) for job, state in pairs], None
 
         states, size = [job.start for job in jobs], examples.size
-        steps = 0 if self.at_a_time == 1 else size // self.at_a_time
+        if not self.batched:
+            return lax.scan(one, states, xs, length=size, unroll=min(self.at_a_time, size))[0]
+        steps = size // self.at_a_time
         grouped = steps * self.at_a_time
-        if steps:
-            groups = jax.tree.map(lambda x: x[:grouped].reshape(steps, self.at_a_time, *x.shape[1:]), xs)
-            states, _ = lax.scan(group, states, groups, length=steps)
+        groups = jax.tree.map(lambda x: x[:grouped].reshape(steps, self.at_a_time, *x.shape[1:]), xs)
+        states, _ = lax.scan(group, states, groups, length=steps)
         rest = jax.tree.map(lambda x: x[grouped:], xs)
         return lax.scan(one, states, rest, length=size - grouped)[0]
