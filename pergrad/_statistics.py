@@ -15,6 +15,7 @@ overflow and vanish.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable
@@ -42,24 +43,24 @@ class Statistic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulator(Statistic):
+class Accumulator(Statistic, abc.ABC):
     """A statistic that is computed for each parameter on its own, from its gradients alone."""
 
+    @abc.abstractmethod
     def init(self, like: Shaped) -> State:
         """The state before the first gradient; `like` has a gradient's shape and dtype."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def add(self, state: State, g: jax.Array, w: Weights) -> State:
         """Takes in one gradient `g` with its weight `w`, a scalar."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         """Takes in gradients `gs` [B, ...] with their weights `w`, [B] or one for all."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         """The result, from the state and `count`, the sum of all weights."""
-        raise NotImplementedError
 
 
 def _per_example(per: Any) -> None:
@@ -260,6 +261,9 @@ class Individual(Accumulator):
 
     def init(self, like: Shaped) -> State:
         return jnp.zeros((0, *like.shape), like.dtype)
+
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
+        return self.add_all(state, g[None], w)
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         return jnp.concatenate([state, gs])
