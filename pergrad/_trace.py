@@ -25,7 +25,8 @@ from jax import lax
 from jax.extend.core import primitives
 
 from pergrad import _compat
-from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
+from pergrad._eval import Env, read
 
 Inline = Callable[[JaxprEqn, Sequence[Any], "InlineTable"], list[Any]]
 InlineTable = dict[Primitive, Inline]
@@ -88,17 +89,14 @@ def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
 
 
 def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], table: InlineTable) -> list[Any]:
-    env: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(atom: Atom) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     for eqn in jaxpr.eqns:
         inline = table.get(eqn.primitive)
-        ins = [read(v) for v in eqn.invars]
+        ins = [read(env, v) for v in eqn.invars]
         outs = inline(eqn, ins, table) if inline else _compat.bind(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return [read(env, v) for v in jaxpr.outvars]
 
 
 def _inline_call(body: str) -> Inline:
