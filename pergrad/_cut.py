@@ -19,10 +19,10 @@ This file names no primitive: what is a term is said in `terms`, what is a step 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable
 
-from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
+from pergrad._compat import Atom, JaxprEqn, Literal, Var
+from pergrad._cost import size
 from pergrad._steps import ONE_TO_ONE, STEPS
 from pergrad._tail import Tail
 from pergrad._trace import Program
@@ -109,12 +109,12 @@ class _Walk:
         for eqn in eqns:
             if id(eqn) not in self.steps:
                 continue
-            size = sum(_size(v) for v in eqn.outvars)
+            result = sum(size(v) for v in eqn.outvars)
             before = _variables(eqn.invars) & self.varies
-            through = sum(carry.get(v, _size(v)) for v in before)
-            if through >= size:
+            through = sum(carry.get(v, size(v)) for v in before)
+            if through >= result:
                 self.steps.discard(id(eqn))
-            carry.update(dict.fromkeys(eqn.outvars, min(size, through)))
+            carry.update(dict.fromkeys(eqn.outvars, min(result, through)))
 
     def collect(self, grad: Atom) -> set[int]:
         """The steps between `grad` and its terms, by their place in the program."""
@@ -188,7 +188,3 @@ def _variables(atoms: Iterable[Atom]) -> set[Var]:
 
 def _is_in(atom: Atom, variables: Collection[Var]) -> bool:
     return not isinstance(atom, Literal) and atom in variables
-
-
-def _size(v: Var) -> int:
-    return math.prod(aval(v).shape)

@@ -114,7 +114,11 @@ def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[St
 
     @custom_vmap
     def reduce(w: Any, factors: list[Any], constants: list[Any], starts: list[State]) -> list[State]:
-        return rule(1, None, w[None], [x[None] for x in factors], constants, starts)[0]
+        # Never run, since the weight has the example axis: it says what the states look like.
+        return [
+            jnp.zeros((1, *state.shape[1:]), state.dtype) if isinstance(statistic, Individual) else state
+            for (_, statistic), state in zip(tail_plan.jobs(), starts, strict=True)
+        ]
 
     @reduce.def_vmap
     def rule(
@@ -125,11 +129,10 @@ def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[St
         constants: list[Any],
         starts: list[State],
     ) -> tuple[list[State], Any]:
-        if batched is not None:
-            factors = [
-                x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
-                for x, has_axis in zip(factors, batched[1], strict=True)
-            ]
+        factors = [
+            x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
+            for x, has_axis in zip(factors, batched[1], strict=True)
+        ]
         examples = Examples(size, w if shared is None else shared, factors, constants)
         jobs = [Job(*job, start) for job, start in zip(tail_plan.jobs(), starts, strict=True)]
         states: list[State] = []

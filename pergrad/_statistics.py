@@ -78,6 +78,13 @@ def weigh(x: jax.Array, w: Weights) -> jax.Array:
     return jnp.where(w != 0, w * x, jnp.zeros((), x.dtype))
 
 
+def weighted_sum(xs: jax.Array, w: Weights) -> jax.Array:
+    """`sum_i w_i xs[i]`; one weight for all is applied to the sum."""
+    if not isinstance(w, jax.Array):
+        return weigh(jnp.sum(xs, axis=0), w)
+    return jnp.sum(weigh(xs, w), axis=0)
+
+
 def total(w: Weights, size: int) -> jax.Array | float:
     """The sum of the weights of `size` examples."""
     return jnp.sum(w) if isinstance(w, jax.Array) else w * size
@@ -174,7 +181,7 @@ class Mean(Accumulator):
         return state + weigh(self.apply(g), w)
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        return state + jnp.sum(weigh(self.apply(gs), w), axis=0)
+        return state + weighted_sum(self.apply(gs), w)
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         return state.astype(like.dtype) if self.phi is None else state
@@ -224,8 +231,8 @@ class Variance(Accumulator):
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         gs = gs.astype(state[1].dtype)
         share = jnp.asarray(total(w, gs.shape[0]), gs.dtype)
-        mean = jnp.sum(weigh(gs, w), axis=0) / _positive(share)
-        m2 = jnp.sum(weigh(jnp.square(gs - mean[None]), w), axis=0)
+        mean = weighted_sum(gs, w) / _positive(share)
+        m2 = weighted_sum(jnp.square(gs - mean[None]), w)
         return self.merge(state, (share, mean, m2))
 
     def merge(self, a: State, b: State) -> State:

@@ -88,6 +88,8 @@ def _moved(tail: Tail, lookup: Lookup, table: jax.Array, examples: Examples) -> 
 
 
 def _is_finite_at_zero(mean: Mean) -> bool:
+    if mean.factorable is None and mean.is_factorable:
+        return True  # 0, for every function that is known to be factorable
     try:
         with jax.ensure_compile_time_eval():
             return bool(jnp.isfinite(mean.apply(jnp.zeros((), jnp.float32))))
