@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pergrad._compat import aval
+from pergrad._compat import Atom, aval
 from pergrad._cut import Cut, make_cut
 from pergrad._errors import ArgumentError
+from pergrad._hoist import hoist
 from pergrad._plan import STRATEGIES, Plan, make_plan
 from pergrad._run import Outcome, run
 from pergrad._statistics import (
@@ -206,7 +207,9 @@ class Call:
         self._check_variance(self.size)
         example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
         request = self.request
-        cut = make_cut(trace(self._one_example, self.params, [*example, *self.keys], request.has_aux))
+        program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
+        elementwise = all(statistic.is_elementwise for statistic in request.accumulators)
+        cut = make_cut(hoist(program, elementwise), elementwise)
         plan = make_plan(
             cut,
             request.accumulators,
@@ -300,18 +303,20 @@ class Call:
         """The results of `value_and_stats`, from what the run returned."""
         count = self._count(w)
         states = {
-            (tail_plan.tail.params[k], statistic): state
+            (tail_plan.tail.params[k], statistic): (tail_plan.tail, state)
             for tail_plan, own in zip(plan.tails, outcome.states, strict=True)
             for (k, statistic), state in zip(tail_plan.jobs(), own, strict=True)
         }
 
+        def finished(statistic: Accumulator, param: int, grad: Atom) -> Any:
+            tail, state = states[param, statistic]
+            result = statistic.finish(state, count, aval(grad))
+            return tail.outward(param, result) if tail.levels else result
+
         def result(statistic: Statistic) -> Any:
             if isinstance(statistic, Accumulator):
-                leaves = [
-                    statistic.finish(states[i, statistic], count, aval(grad))
-                    for i, grad in enumerate(cut.program.grads)
-                ]
-                return self._like_params(leaves)
+                grads = enumerate(cut.program.grads)
+                return self._like_params([finished(statistic, i, grad) for i, grad in grads])
             if isinstance(statistic, Loss):
                 return outcome.losses
             assert isinstance(statistic, Count)

@@ -5,8 +5,9 @@ Supported: JAX 0.7.0 and newer. `make test-oldest` runs the whole suite on 0.7.0
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax._src import source_info_util
@@ -23,6 +24,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "at_line_of",
     "aval",
     "bind",
     "drop_dead_code",
@@ -43,13 +45,20 @@ def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Evaluates one equation as `jax.core.eval_jaxpr` does, keeping its context and its user line."""
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+    with at_line_of(eqn):
+        out = eqn.primitive.bind(*subfuns, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def at_line_of(eqn: JaxprEqn) -> Iterator[None]:
+    """What is traced in here has the equation's context, and the user's line is the equation's."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
     ):
-        out = eqn.primitive.bind(*subfuns, *args, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
+        yield
 
 
 def drop_dead_code(jaxpr: Jaxpr) -> Jaxpr:

@@ -38,11 +38,16 @@ def operations(eqns: Iterable[JaxprEqn]) -> float:
 
 
 def _elementwise(eqn: JaxprEqn) -> float:
-    inner = [x for value in eqn.params.values() for x in _programs(value)]
+    inner = programs(eqn)
     if inner:
         times = eqn.params.get("length", 1)
         return times * max(operations(jaxpr.eqns) for jaxpr in inner)
     return sum(size(v) for v in eqn.outvars if jnp.issubdtype(aval(v).dtype, jnp.floating))
+
+
+def programs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs that an equation runs: a loop's step, the branches of a conditional."""
+    return [jaxpr for value in eqn.params.values() for jaxpr in _programs(value)]
 
 
 def _programs(value: Any) -> list[Jaxpr]:
@@ -111,10 +116,25 @@ TRANSCENDENTAL = (
 OPERATIONS |= dict.fromkeys([*MOVES, *TRANSCENDENTAL], _nothing)
 
 
+def peak_bytes_of(jaxpr: Jaxpr) -> float:
+    """The most bytes that a program keeps at one time, beside its inputs."""
+
+    def inside(eqn: JaxprEqn) -> float:
+        return max(map(peak_bytes_of, programs(eqn)), default=0)
+
+    return peak_bytes(jaxpr.eqns, nbytes, lambda v: True, inside)
+
+
 def peak_bytes(
-    eqns: Sequence[JaxprEqn], nbytes_of: Callable[[Var], float], temporary: Callable[[Var], bool]
+    eqns: Sequence[JaxprEqn],
+    nbytes_of: Callable[[Var], float],
+    temporary: Callable[[Var], bool],
+    inside: Callable[[JaxprEqn], float],
 ) -> float:
-    """The most bytes that are kept at one time; `temporary` says which variables count."""
+    """The most bytes that are kept at one time.
+
+    `temporary` says which variables count, `inside` what an equation takes while it runs.
+    """
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
         for v in eqn.invars:
@@ -149,7 +169,9 @@ def peak_bytes(
     for v, at in made_at.items():
         if temporary(v):
             events.append((at, 0, nbytes_of(v)))
-            events.append((last_read.get(v, at), 1, -nbytes_of(v)))
+            events.append((last_read.get(v, at), 2, -nbytes_of(v)))
+    for i, eqn in enumerate(eqns):
+        events += [(i, 1, inside(eqn)), (i, 2, -inside(eqn))]
     kept = most = 0.0
     for _, _, change in sorted(events):
         kept += change

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import primitives
 
 from pergrad import _compat
-from pergrad._compat import Atom, JaxprEqn, Literal, Var
+from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
 
 Env = dict[Var, Any]
 
@@ -44,6 +44,15 @@ def widen(x: Any) -> Any:
     dtype = jnp.result_type(x)
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return x.astype(jnp.float32) if half else x
+
+
+def rounds(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a cast from float64 to float32."""
+    return (
+        eqn.primitive is primitives.convert_element_type_p
+        and jnp.finfo(eqn.params["new_dtype"]).bits == 32
+        and jnp.finfo(aval(eqn.invars[0]).dtype).bits == 64
+    )
 
 
 def _narrows(eqn: JaxprEqn, x: Any) -> bool:

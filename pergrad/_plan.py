@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 
 from pergrad import _compat, _cost, _price
-from pergrad._compat import aval
-from pergrad._cut import Cut
+from pergrad._compat import JaxprEqn, Var, aval
+from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
 from pergrad._statistics import Accumulator, Individual
 from pergrad._tail import Tail
@@ -98,7 +98,7 @@ def make_plan(
     assert not isinstance(microbatch_size, str)
     at_once = min(batch_size, microbatch_size or batch_size)
     tails = tuple(
-        TailPlan(tail, _choose(tail, statistics, at_once, device, strategy)) for tail in cut.tails
+        TailPlan(tail, _choose(tail, statistics, at_once, device, strategy)) for tail in cut.all_tails()
     )
     return _describe(cut, tails, paths, batch_size, at_once, device)
 
@@ -190,17 +190,44 @@ def _choose_microbatch_size(
 
 def _backbone_bytes(cut: Cut, size: int) -> float:
     """Temporary memory of `jax.grad` for `size` examples: all but the tails, which make its results."""
+    return _part_bytes(cut, cut.program.jaxpr.eqns, size)
+
+
+def _part_bytes(part: Part, eqns: Sequence[JaxprEqn], size: int) -> float:
     made_by_tails = {
         v
-        for tail in cut.tails
+        for tail in part.tails
         for eqn in (*(t.eqn for t in tail.terms if t.eqn), *tail.steps)
         for v in eqn.outvars
     }
-    return _cost.peak_bytes(
-        cut.program.jaxpr.eqns,
-        lambda v: _cost.nbytes(v) * (size if v in cut.varies else 1),
-        lambda v: v not in made_by_tails,
-    )
+    for cut_loop in part.loops.values():
+        made_by_tails |= {cut_loop.loop.eqn.outvars[k] for k in cut_loop.taken}
+
+    def nbytes_of(v: Var) -> float:
+        return _cost.nbytes(v) * (size if v in part.varies else 1)
+
+    def inside(eqn: JaxprEqn) -> float:
+        if (cut_loop := part.loops.get(id(eqn))) is not None:
+            return _part_bytes(cut_loop.step, cut_loop.loop.step.jaxpr.eqns, size)
+        copies = 1 if part.varies.isdisjoint(eqn.outvars) else size
+        return copies * max(map(_cost.peak_bytes_of, _cost.programs(eqn)), default=0)
+
+    return _cost.peak_bytes(eqns, nbytes_of, lambda v: v not in made_by_tails, inside)
+
+
+def _backbone_operations(part: Part, size: int) -> tuple[float, float]:
+    """Of what differs from example to example, for `size` of them, and of what does not."""
+    varying = fixed = 0.0
+    for eqn in part.backbone:
+        if (cut_loop := part.loops.get(id(eqn))) is not None:
+            inside = _backbone_operations(cut_loop.step, size)
+            varying += cut_loop.loop.length * inside[0]
+            fixed += cut_loop.loop.length * inside[1]
+        elif part.varies.isdisjoint(eqn.outvars):
+            fixed += _cost.operations([eqn])
+        else:
+            varying += size * _cost.operations([eqn])
+    return varying, fixed
 
 
 def _describe(
@@ -212,19 +239,16 @@ def _describe(
     device: Backend,
 ) -> Plan:
     steps = math.ceil(batch_size / at_once)
-    fixed = [eqn for eqn in cut.backbone if cut.varies.isdisjoint(eqn.outvars)]
-    varying = [eqn for eqn in cut.backbone if not cut.varies.isdisjoint(eqn.outvars)]
-    backbone = batch_size * _cost.operations(varying) + _cost.operations(fixed)
-    rows = {row.path: row for t in tails for row in _rows(t, paths, batch_size, at_once, device)}
+    varying, fixed = _backbone_operations(cut, batch_size)
+    shapes = [tuple(aval(grad).shape) for grad in cut.program.grads]
+    rows = {row.path: row for t in tails for row in _rows(t, paths, shapes, batch_size, at_once, device)}
     return Plan(
         rows=tuple(rows[path] for path in paths),
         batch_size=batch_size,
         microbatch_size=at_once,
         backend=device.name,
-        operations=backbone
-        + (steps - 1) * _cost.operations(fixed)
-        + sum(row.operations for row in rows.values()),
-        plain_operations=backbone + sum(row.plain_operations for row in rows.values()),
+        operations=varying + steps * fixed + sum(row.operations for row in rows.values()),
+        plain_operations=varying + fixed + sum(row.plain_operations for row in rows.values()),
         # The tails run one after the other, so the largest counts.
         bytes=_backbone_bytes(cut, at_once) + max(row.bytes for row in rows.values()),
         plain_bytes=_backbone_bytes(cut, batch_size),
@@ -233,25 +257,32 @@ def _describe(
 
 
 def _rows(
-    tail_plan: TailPlan, paths: Sequence[str], batch_size: int, at_once: int, device: Backend
+    tail_plan: TailPlan,
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    batch_size: int,
+    at_once: int,
+    device: Backend,
 ) -> list[Row]:
     """One row for each parameter of the tail; operations they share are divided among them."""
     tail, choices = tail_plan.tail, tail_plan.choices
     prices = Prices(tail, at_once, sum(len(c.statistics) for c in choices), device)
-    share = 1 / len(tail.params)
+    times = math.prod(tail.lengths)
+    share = times / len(tail.params)
     operations = sum(prices.operations_of(c.strategy, len(c.statistics)) for c in choices)
+    kind = " + ".join(term.kind for term in tail.terms) or "constant"
     return [
         Row(
             path=paths[param],
-            shape=tuple(aval(grad).shape),
-            kind=" + ".join(term.kind for term in tail.terms) or "constant",
+            shape=shapes[param],
+            kind=f"{times} x {kind}" if tail.levels else kind,
             strategy=", ".join(c.strategy.name for c in choices),
             operations=share * operations * batch_size / at_once,
             plain_operations=share * Prices(tail, batch_size, 1, device).plain_operations,
             bytes=max((prices.temporary(c.strategy) for c in choices), default=0),
             reason="; ".join(c.reason for c in choices),
         )
-        for param, grad in zip(tail.params, tail.grads, strict=True)
+        for param in tail.params
     ]
 
 

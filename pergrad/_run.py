@@ -23,13 +23,16 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pergrad._compat import aval
-from pergrad._cut import Cut
-from pergrad._eval import evaluate, read
+from pergrad._cut import Cut, CutLoop, Part
+from pergrad._eval import Env, evaluate, read
 from pergrad._plan import Plan, TailPlan
 from pergrad._statistics import Individual, State, Weights
+from pergrad._tail import Tail
 from pergrad.strategies import Examples, Job
 
 States = list[list[State]]
+Numbered = dict[int, list[State]]  # by the number of the tail
+Reducers = dict[int, tuple[int, Callable[..., list[State]]]]  # by identity of the tail: number, reducer
 
 
 class Outcome(NamedTuple):
@@ -88,21 +91,55 @@ def _run_at_once(
 ) -> Outcome:
     program = cut.program
     shared = None if isinstance(w, jax.Array) else w
-    reducers = [_reducer(tail_plan, shared) for tail_plan in plan.tails]
+    reducers = {id(t.tail): (n, _reducer(t, shared)) for n, t in enumerate(plan.tails)}
 
     def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, list[Any], States]:
         env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
         env |= zip(program.params, params, strict=True)
         env |= zip(program.example, example, strict=True)
-        evaluate(cut.backbone, env)
-        states = [
-            reduce(w, [env[v] for v in tail.factors], [env[v] for v in tail.constants], start)
-            for reduce, tail, start in zip(reducers, cut.tails, starts, strict=True)
-        ]
-        return read(env, program.value), [read(env, v) for v in program.aux], states
+        states = _run_part(cut, env, reducers, w, dict(enumerate(starts)))
+        in_order = [states[n] for n in range(len(starts))]
+        return read(env, program.value), [read(env, v) for v in program.aux], in_order
 
     w = w if isinstance(w, jax.Array) else jnp.full(examples[0].shape[0], w)
     return Outcome(*jax.vmap(one, out_axes=(0, 0, None))(examples, w))
+
+
+def _run_part(part: Part, env: Env, reducers: Reducers, w: jax.Array, starts: Numbered) -> Numbered:
+    """Runs the backbone, which adds to `env`, and then the tails: their states, by number."""
+    states: Numbered = {}
+    for eqn in part.backbone:
+        cut_loop = part.loops.get(id(eqn))
+        if cut_loop is None:
+            evaluate([eqn], env)
+        else:
+            states |= _run_loop(cut_loop, env, reducers, w, starts)
+    for tail in part.tails:
+        n, reduce = reducers[id(tail)]
+        factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
+        states[n] = reduce(w, factors, constants, starts[n])
+    return states
+
+
+def _run_loop(
+    cut_loop: CutLoop, env: Env, reducers: Reducers, w: jax.Array, starts: Numbered
+) -> Numbered:
+    """Runs a loop that has tails inside. Their states, one for each step, are outputs of the loop."""
+    loop, taken = cut_loop.loop, cut_loop.taken
+    consts, init, xs = loop.operands([read(env, v) for v in loop.eqn.invars])
+    inside = [reducers[id(tail)][0] for tail in cut_loop.step.all_tails()]
+    results = [k for k in range(len(loop.eqn.outvars)) if k not in taken]
+
+    def step(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
+        own, starts = x
+        step_env = loop.env(consts, carry, own)
+        states = _run_part(cut_loop.step, step_env, reducers, w, starts)
+        outs = [read(step_env, loop.step.jaxpr.outvars[k]) for k in results]
+        return outs[: loop.num_carry], (outs[loop.num_carry :], states)
+
+    ends, (ys, states) = loop.run(step, init, (xs, {n: starts[n] for n in inside}))
+    env.update({loop.eqn.outvars[k]: out for k, out in zip(results, [*ends, *ys], strict=True)})
+    return states
 
 
 def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[State]]:
@@ -145,8 +182,16 @@ def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[St
 
 
 def _empty_states(plan: Plan) -> States:
+    """The states before the first example, for a tail in loops one for each of their steps."""
+
+    def of(tail: Tail) -> Callable[[Any], Any]:
+        return lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)) if tail.levels else x
+
     return [
-        [statistic.init(aval(tail_plan.tail.grads[k])) for k, statistic in tail_plan.jobs()]
+        jax.tree.map(
+            of(tail_plan.tail),
+            [statistic.init(aval(tail_plan.tail.grads[k])) for k, statistic in tail_plan.jobs()],
+        )
         for tail_plan in plan.tails
     ]
 

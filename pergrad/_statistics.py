@@ -46,6 +46,11 @@ class Statistic:
 class Accumulator(Statistic, abc.ABC):
     """A statistic that is computed for each parameter on its own, from its gradients alone."""
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether every entry of the result is made of that entry of the gradients alone."""
+        return False
+
     @abc.abstractmethod
     def init(self, like: Shaped) -> State:
         """The state before the first gradient; `like` has a gradient's shape and dtype."""
@@ -73,7 +78,7 @@ def _per_example(per: Any) -> None:
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
     """`w * x`, and 0 where the weight is 0 even if `x` is not finite. `w` has `x`'s leading axes."""
     if not isinstance(w, jax.Array):
-        return x * w
+        return x if w == 1 else x * w
     w = w.reshape(w.shape + (1,) * (x.ndim - w.ndim)).astype(x.dtype)
     return jnp.where(w != 0, w * x, jnp.zeros((), x.dtype))
 
@@ -151,6 +156,10 @@ class Mean(Accumulator):
             )
 
     @property
+    def is_elementwise(self) -> bool:
+        return True
+
+    @property
     def is_factorable(self) -> bool:
         if self.factorable is not None:
             return self.factorable
@@ -213,6 +222,10 @@ class Variance(Accumulator):
 
     def __post_init__(self) -> None:
         _per_example(self.per)
+
+    @property
+    def is_elementwise(self) -> bool:
+        return True
 
     def init(self, like: Shaped) -> State:
         dtype = accumulation_dtype(like.dtype)

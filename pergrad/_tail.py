@@ -23,12 +23,24 @@ from pergrad.terms import Term
 
 
 @dataclasses.dataclass(frozen=True)
+class Level:
+    """A loop around a tail: its length, and for each parameter the way on.
+
+    That is the variable that leaves the loop, the equations that move its entries, and the gradient.
+    """
+
+    length: int
+    ways: dict[int, tuple[Var, tuple[JaxprEqn, ...], Atom]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Tail:
     """One end of the program.
 
     `params` are the indices of its parameters and `grads` their gradients. `factors` are the inputs
     that differ from example to example, `constants` those that do not. Without factors the gradient
-    is the same for every example. `adds` says whether the steps add something that is.
+    is the same for every example. `adds` says whether the steps add something that is. `levels` are the
+    loops that the tail stands in, the innermost first.
     """
 
     params: tuple[int, ...]
@@ -38,6 +50,28 @@ class Tail:
     factors: tuple[Var, ...]
     constants: tuple[Var, ...]
     adds: bool
+    levels: tuple[Level, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of the loops that the tail stands in, the outermost first."""
+        return tuple(level.length for level in reversed(self.levels))
+
+    def outward(self, param: int, x: jax.Array) -> jax.Array:
+        """Entries that are [*lengths, ...] like a gradient in here, as they lie in the parameter."""
+        dtype = x.dtype
+        for depth, level in enumerate(self.levels):
+            start, moves, end = level.ways[param]
+
+            def move(x: jax.Array, start=start, moves=moves, end=end) -> Any:
+                env = {start: x}
+                evaluate_wide(moves, env)
+                return read(env, end)
+
+            for _ in self.levels[depth + 1 :]:
+                move = jax.vmap(move)
+            x = move(x)
+        return x.astype(dtype)
 
     def gradients(self, factors: Sequence[Any], constants: Sequence[Any]) -> list[jax.Array]:
         """One example's gradients, from its factors and the constants."""
@@ -63,7 +97,10 @@ class Tail:
         with `total` the sum of the weights and c = steps(0). float32 at least.
         """
         env = self.env(factors, constants)
-        sums = {term.out: term.sum(env, w) for term in self.terms}
+        return self.from_sums(env, {term.out: term.sum(env, w) for term in self.terms}, total)
+
+    def from_sums(self, env: Env, sums: Env, total: Any) -> list[jax.Array]:
+        """As `summed_gradients`, from the weighted sums of the terms; `env` has the constants."""
         grads = self._wide_steps(env | sums)
         if not self.adds:
             return grads

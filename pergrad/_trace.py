@@ -27,6 +27,7 @@ from jax.extend.core import primitives
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._eval import Env, read
+from pergrad._loop import Loop
 
 Inline = Callable[[JaxprEqn, Sequence[Any], "InlineTable"], list[Any]]
 InlineTable = dict[Primitive, Inline]
@@ -49,6 +50,25 @@ class Program:
     grads: tuple[Atom, ...]
     aux_tree: Any
 
+    @staticmethod
+    def of(program: ClosedJaxpr, num_params: int, aux_tree: Any) -> Program:
+        jaxpr = _compat.drop_dead_code(program.jaxpr)
+        end_of_aux = 1 + aux_tree.num_leaves
+        return Program(
+            jaxpr=jaxpr,
+            consts=program.consts,
+            params=tuple(jaxpr.invars[:num_params]),
+            example=tuple(jaxpr.invars[num_params:]),
+            value=jaxpr.outvars[0],
+            aux=tuple(jaxpr.outvars[1:end_of_aux]),
+            grads=tuple(jaxpr.outvars[end_of_aux:]),
+            aux_tree=aux_tree,
+        )
+
+    def replaced_by(self, program: ClosedJaxpr) -> Program:
+        """Another program that takes and gives the same."""
+        return Program.of(program, len(self.params), self.aux_tree)
+
 
 def trace(
     fun: Callable[..., Any], params: Sequence[Any], example: Sequence[Any], has_aux: bool
@@ -64,19 +84,7 @@ def trace(
     flat = jax.make_jaxpr(lambda *args: _inline(nested.jaxpr, nested.consts, args, CALLS))(
         *params, *example
     )
-    jaxpr = _compat.drop_dead_code(flat.jaxpr)
-    aux_leaves, aux_tree = jax.tree.flatten(aux_shape)
-    end_of_aux = 1 + len(aux_leaves)
-    return Program(
-        jaxpr=jaxpr,
-        consts=flat.consts,
-        params=tuple(jaxpr.invars[: len(params)]),
-        example=tuple(jaxpr.invars[len(params) :]),
-        value=jaxpr.outvars[0],
-        aux=tuple(jaxpr.outvars[1:end_of_aux]),
-        grads=tuple(jaxpr.outvars[end_of_aux:]),
-        aux_tree=aux_tree,
-    )
+    return Program.of(flat, len(params), jax.tree.structure(aux_shape))
 
 
 def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
@@ -118,9 +126,32 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
     return _inline(eqn.params["jaxpr"], (), args, table)
 
 
+def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """A loop stays one, with the calls in its step inlined."""
+    loop = Loop(eqn, eqn.params["jaxpr"])
+    consts, init, xs = loop.operands(args)
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _inline(loop.step.jaxpr, loop.step.consts, [*consts, *carry, *x], table)
+        return outs[: loop.num_carry], outs[loop.num_carry :]
+
+    ends, ys = loop.run(step, init, xs)
+    return [*ends, *ys]
+
+
+def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    branches = [
+        lambda *args, b=b: _inline(b.jaxpr, b.consts, args, table) for b in eqn.params["branches"]
+    ]
+    with _compat.at_line_of(eqn):
+        return lax.switch(args[0], branches, *args[1:])
+
+
 CALLS: InlineTable = {
     primitives.jit_p: _inline_call("jaxpr"),
     primitives.closed_call_p: _inline_call("call_jaxpr"),
+    primitives.cond_p: _inline_in_branches,
+    primitives.scan_p: _inline_in_loop,
     _compat.remat_p: _inline_remat,
 }
 CUSTOM_CALLS: InlineTable = {
