@@ -7,11 +7,12 @@ Each model is a frozen dataclass with the same three methods:
 - `loss(params, batch)`: a scalar, the mean over the examples.
 
 Shapes are named by their axes: B examples, T positions, D features, H heads, K features of a head,
-V tokens of the vocabulary.
+V tokens of the vocabulary; E experts, N experts of a token, C places in an expert, F features in it.
+Images have H rows and W columns.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ import jax.numpy as jnp
 Params = dict[str, Any]
 
 HEAD_WIDTH = 64
+NORM_GROUPS = 8  # of the features of an image
+EXPERTS_PER_TOKEN = 2
+CAPACITY = 1.25  # places in an expert, as a multiple of its share of an example's tokens
 
 
 def _normal(key: jax.Array, *shape: int) -> jax.Array:
@@ -49,14 +53,17 @@ def _attention(params: Params, x_BTD: jax.Array) -> jax.Array:
     return y_BTHK.reshape(B, T, D) @ params["out"]
 
 
-def _feed_forward(params: Params, x_BTD: jax.Array) -> jax.Array:
-    hidden = jax.nn.gelu(x_BTD @ params["up"] + params["up_bias"])
-    return hidden @ params["down"] + params["down_bias"]
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.mean(jnp.take_along_axis(log_probs, targets[..., None], axis=-1))
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A pre-norm decoder with unrolled layers and learned positions.
+    """A pre-norm decoder with learned positions.
+
+    Its layers are unrolled or, with `scanned`, stacked and run by `lax.scan`, each recomputed in the
+    backward pass.
 
     A batch is `tokens`, int32 `[B, T + 1]`: every position predicts the next token.
     """
@@ -67,14 +74,18 @@ class Transformer:
     layers: int
     vocab: int
     tied: bool = False
+    scanned: bool = False
 
     def init(self, key: jax.Array) -> Params:
         D, V = self.width, self.vocab
         embed_key, position_key, head_key, *block_keys = jax.random.split(key, 3 + self.layers)
+        blocks = [self._init_block(block_key) for block_key in block_keys]
+        if self.scanned:
+            blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
         params = {
             "embed": 0.02 * jax.random.normal(embed_key, (V, D)),
             "position": 0.02 * jax.random.normal(position_key, (self.length, D)),
-            "blocks": [self._init_block(block_key) for block_key in block_keys],
+            "blocks": blocks,
             "norm": _init_norm(D),
         }
         if not self.tied:
@@ -83,17 +94,21 @@ class Transformer:
 
     def _init_block(self, key: jax.Array) -> Params:
         D = self.width
-        qkv_key, out_key, up_key, down_key = jax.random.split(key, 4)
+        qkv_key, out_key, *mlp_keys = jax.random.split(key, 4)
         return {
             "attention_norm": _init_norm(D),
             "attention": {"qkv": _normal(qkv_key, D, 3 * D), "out": _normal(out_key, D, D)},
             "mlp_norm": _init_norm(D),
-            "mlp": {
-                "up": _normal(up_key, D, 4 * D),
-                "up_bias": jnp.zeros(4 * D),
-                "down": _normal(down_key, 4 * D, D),
-                "down_bias": jnp.zeros(D),
-            },
+            "mlp": self._init_mlp(*mlp_keys),
+        }
+
+    def _init_mlp(self, up_key: jax.Array, down_key: jax.Array) -> Params:
+        D = self.width
+        return {
+            "up": _normal(up_key, D, 4 * D),
+            "up_bias": jnp.zeros(4 * D),
+            "down": _normal(down_key, 4 * D, D),
+            "down_bias": jnp.zeros(D),
         }
 
     def sample(self, key: jax.Array) -> jax.Array:
@@ -102,13 +117,130 @@ class Transformer:
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x_BTD = params["embed"][inputs] + params["position"]
-        for block in params["blocks"]:
-            x_BTD += _attention(block["attention"], _layer_norm(block["attention_norm"], x_BTD))
-            x_BTD += _feed_forward(block["mlp"], _layer_norm(block["mlp_norm"], x_BTD))
+        if self.scanned:
+            block_fn = jax.checkpoint(self._block, prevent_cse=False)  # scan already prevents it
+            x_BTD, _ = jax.lax.scan(lambda x, block: (block_fn(block, x), None), x_BTD, params["blocks"])
+        else:
+            for block in params["blocks"]:
+                x_BTD = self._block(block, x_BTD)
         head_DV = params["embed"].T if self.tied else params["head"]
         logits_BTV = _layer_norm(params["norm"], x_BTD) @ head_DV
-        log_probs_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
-        return -jnp.mean(jnp.take_along_axis(log_probs_BTV, targets[..., None], axis=-1))
+        return _cross_entropy(logits_BTV, targets)
+
+    def _block(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+        x_BTD += _attention(params["attention"], _layer_norm(params["attention_norm"], x_BTD))
+        return x_BTD + self._mlp(params["mlp"], _layer_norm(params["mlp_norm"], x_BTD))
+
+    def _mlp(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+        hidden = jax.nn.gelu(x_BTD @ params["up"] + params["up_bias"])
+        return hidden @ params["down"] + params["down_bias"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts(Transformer):
+    """A `Transformer` in which every token goes through the MLPs of the experts it scores highest.
+
+    How the tokens get to their experts:
+
+    - `"einsum"`: products with one-hot arrays. An expert has `CAPACITY` times its share of places for
+      the tokens of an example, and turns away those that come when they are taken.
+    - `"ragged"`: all tokens sorted by expert, then `lax.ragged_dot`. None is turned away. No case has
+      it: up to 0.10.2, JAX cannot `vmap` a `ragged_dot` whose weights the examples share.
+
+    Either way the tokens of one example do not depend on those of another.
+    """
+
+    experts: int
+    hidden: int
+    dispatch: Literal["einsum", "ragged"]
+
+    def _init_mlp(self, up_key: jax.Array, down_key: jax.Array) -> Params:
+        D, E, F = self.width, self.experts, self.hidden
+        router_key, *up_keys = jax.random.split(up_key, 1 + E)
+        down_keys = jax.random.split(down_key, E)
+        return {
+            "router": _normal(router_key, D, E),
+            "up": jnp.stack([_normal(expert_key, D, F) for expert_key in up_keys]),
+            "down": jnp.stack([_normal(expert_key, F, D) for expert_key in down_keys]),
+        }
+
+    def _mlp(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+        scores_BTN, experts_BTN = jax.lax.top_k(x_BTD @ params["router"], EXPERTS_PER_TOKEN)
+        gates_BTN = jax.nn.softmax(scores_BTN, axis=-1)
+        dispatch_fn = {"einsum": _experts_einsum, "ragged": _experts_ragged}[self.dispatch]
+        return dispatch_fn(params, x_BTD, gates_BTN, experts_BTN)
+
+
+def _experts_einsum(
+    params: Params, x_BTD: jax.Array, gates_BTN: jax.Array, experts_BTN: jax.Array
+) -> jax.Array:
+    B, T, N = experts_BTN.shape
+    E = params["up"].shape[0]
+    C = int(CAPACITY * T * N / E)
+    chosen_BTNE = jax.nn.one_hot(experts_BTN, E, dtype=jnp.int32)
+    rank_BTNE = jnp.cumsum(chosen_BTNE.reshape(B, T * N, E), axis=1).reshape(B, T, N, E) - 1
+    # Zero for an expert that was not chosen, and for one that has no place left.
+    place_BTNEC = chosen_BTNE[..., None] * jax.nn.one_hot(rank_BTNE, C)
+    tokens_BECD = jnp.einsum("btnec,btd->becd", place_BTNEC, x_BTD)
+    hidden_BECF = jax.nn.gelu(jnp.einsum("becd,edf->becf", tokens_BECD, params["up"]))
+    y_BECD = jnp.einsum("becf,efd->becd", hidden_BECF, params["down"])
+    return jnp.einsum("btn,btnec,becd->btd", gates_BTN, place_BTNEC, y_BECD)
+
+
+def _experts_ragged(
+    params: Params, x_BTD: jax.Array, gates_BTN: jax.Array, experts_BTN: jax.Array
+) -> jax.Array:
+    B, T, N = experts_BTN.shape
+    E, D, _ = params["up"].shape
+    order = jnp.argsort(experts_BTN.reshape(-1))
+    counts_E = jnp.bincount(experts_BTN.reshape(-1), length=E)
+    tokens = x_BTD.reshape(B * T, D)[order // N]
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(tokens, params["up"], counts_E))
+    y = jax.lax.ragged_dot(hidden, params["down"], counts_E)
+    y_BTND = y[jnp.argsort(order)].reshape(B, T, N, D)
+    return jnp.einsum("btn,btnd->btd", gates_BTN, y_BTND)
+
+
+@dataclass(frozen=True)
+class LSTM:
+    """One layer, run by `lax.scan` over the positions; its inputs are as wide as its state.
+
+    A batch is `tokens`, int32 `[B, T + 1]`: every position predicts the next token.
+    """
+
+    batch: int
+    length: int
+    width: int
+    vocab: int
+
+    def init(self, key: jax.Array) -> Params:
+        D, V = self.width, self.vocab
+        embed_key, input_key, state_key, head_key = jax.random.split(key, 4)
+        return {
+            "embed": jax.random.normal(embed_key, (V, D)),
+            "input": _normal(input_key, D, 4 * D),
+            "state": _normal(state_key, D, 4 * D),
+            "bias": jnp.zeros(4 * D),
+            "head": _normal(head_key, D, V),
+        }
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return jax.random.randint(key, (self.batch, self.length + 1), 0, self.vocab, jnp.int32)
+
+    def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
+        def step(carry: tuple[jax.Array, jax.Array], x_BD: jax.Array):
+            state_BD, cell_BD = carry
+            gates = x_BD @ params["input"] + state_BD @ params["state"] + params["bias"]
+            take, keep, new, show = jnp.split(gates, 4, axis=-1)
+            cell_BD = jax.nn.sigmoid(keep) * cell_BD + jax.nn.sigmoid(take) * jnp.tanh(new)
+            state_BD = jax.nn.sigmoid(show) * jnp.tanh(cell_BD)
+            return (state_BD, cell_BD), state_BD
+
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x_TBD = params["embed"][inputs.T]
+        zeros_BD = jnp.zeros_like(x_TBD[0])
+        _, states_TBD = jax.lax.scan(step, (zeros_BD, zeros_BD), x_TBD)
+        return _cross_entropy(states_TBD @ params["head"], targets.T)
 
 
 @dataclass(frozen=True)
@@ -139,10 +271,136 @@ class MLP:
         return jnp.mean((predictions_BD - targets_BD) ** 2)
 
 
-CASES: dict[str, Transformer | MLP] = {
+@dataclass(frozen=True)
+class CNN:
+    """3 x 3 convolutions with relu, a mean over all pixels, and a linear classifier.
+
+    A batch is `(images, labels)`: float32 `[B, H, W, 3]` and int32 `[B]`.
+    """
+
+    batch: int
+    size: int
+    widths: tuple[int, ...]
+    strides: tuple[int, ...]
+    classes: int
+
+    def init(self, key: jax.Array) -> Params:
+        head_key, *keys = jax.random.split(key, 1 + len(self.widths))
+        pairs = zip(keys, (3, *self.widths[:-1]), self.widths, strict=True)
+        return {
+            "layers": [
+                {"kernel": _kernel(layer_key, 3, *widths), "bias": jnp.zeros(widths[1])}
+                for layer_key, *widths in pairs
+            ],
+            "head": _normal(head_key, self.widths[-1], self.classes),
+            "head_bias": jnp.zeros(self.classes),
+        }
+
+    def sample(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _images(key, self.batch, self.size, self.classes)
+
+    def loss(self, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_BHWD, labels_B = batch
+        for layer, stride in zip(params["layers"], self.strides, strict=True):
+            x_BHWD = jax.nn.relu(_convolution(layer["kernel"], x_BHWD, stride) + layer["bias"])
+        logits = jnp.mean(x_BHWD, axis=(1, 2)) @ params["head"] + params["head_bias"]
+        return _cross_entropy(logits, labels_B)
+
+
+@dataclass(frozen=True)
+class ResNet:
+    """Stages of residual blocks with two 3 x 3 convolutions and group norm.
+
+    Each stage but the first starts with a stride of 2. A batch is `(images, labels)`: float32
+    `[B, H, W, 3]` and int32 `[B]`.
+    """
+
+    batch: int
+    size: int
+    widths: tuple[int, ...]
+    blocks: int
+    classes: int
+
+    def init(self, key: jax.Array) -> Params:
+        stem_key, head_key, *keys = jax.random.split(key, 2 + len(self.widths) * self.blocks)
+        widths = [width for width in self.widths for _ in range(self.blocks)]
+        pairs = zip(keys, (widths[0], *widths[:-1]), widths, strict=True)
+        return {
+            "stem": _kernel(stem_key, 3, 3, widths[0]),
+            "stem_norm": _init_norm(widths[0]),
+            "blocks": [self._init_block(block_key, *pair) for block_key, *pair in pairs],
+            "head": _normal(head_key, widths[-1], self.classes),
+            "head_bias": jnp.zeros(self.classes),
+        }
+
+    def _init_block(self, key: jax.Array, before: int, width: int) -> Params:
+        first_key, second_key, shortcut_key = jax.random.split(key, 3)
+        block = {
+            "first": _kernel(first_key, 3, before, width),
+            "first_norm": _init_norm(width),
+            "second": _kernel(second_key, 3, width, width),
+            "second_norm": _init_norm(width),
+        }
+        return (
+            block if before == width else block | {"shortcut": _kernel(shortcut_key, 1, before, width)}
+        )
+
+    def sample(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _images(key, self.batch, self.size, self.classes)
+
+    def loss(self, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_BHWD, labels_B = batch
+        x_BHWD = jax.nn.relu(_group_norm(params["stem_norm"], _convolution(params["stem"], x_BHWD, 1)))
+        for block in params["blocks"]:
+            stride = 2 if "shortcut" in block else 1
+            y_BHWD = _convolution(block["first"], x_BHWD, stride)
+            y_BHWD = jax.nn.relu(_group_norm(block["first_norm"], y_BHWD))
+            y_BHWD = _group_norm(block["second_norm"], _convolution(block["second"], y_BHWD, 1))
+            if "shortcut" in block:
+                x_BHWD = _convolution(block["shortcut"], x_BHWD, stride)
+            x_BHWD = jax.nn.relu(x_BHWD + y_BHWD)
+        logits = jnp.mean(x_BHWD, axis=(1, 2)) @ params["head"] + params["head_bias"]
+        return _cross_entropy(logits, labels_B)
+
+
+def _kernel(key: jax.Array, size: int, d_in: int, d_out: int) -> jax.Array:
+    return jax.random.normal(key, (size, size, d_in, d_out)) / (size * d_in**0.5)
+
+
+def _convolution(kernel: jax.Array, x_BHWD: jax.Array, stride: int) -> jax.Array:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x_BHWD, kernel, (stride, stride), "SAME", dimension_numbers=layout
+    )
+
+
+def _group_norm(params: Params, x_BHWD: jax.Array) -> jax.Array:
+    grouped = x_BHWD.reshape(*x_BHWD.shape[:3], NORM_GROUPS, -1)
+    centred = grouped - jnp.mean(grouped, axis=(1, 2, 4), keepdims=True)
+    variance = jnp.mean(centred**2, axis=(1, 2, 4), keepdims=True)
+    normed_BHWD = (centred * jax.lax.rsqrt(variance + 1e-5)).reshape(x_BHWD.shape)
+    return normed_BHWD * params["scale"] + params["bias"]
+
+
+def _images(key: jax.Array, batch: int, size: int, classes: int) -> tuple[jax.Array, jax.Array]:
+    image_key, label_key = jax.random.split(key)
+    images = jax.random.normal(image_key, (batch, size, size, 3))
+    return images, jax.random.randint(label_key, (batch,), 0, classes, jnp.int32)
+
+
+CASES: dict[str, Transformer | LSTM | CNN | ResNet | MLP] = {
     "transformer_long": Transformer(batch=8, length=256, width=256, layers=4, vocab=1024),
     "transformer_vocab": Transformer(batch=16, length=128, width=256, layers=4, vocab=8192),
     "transformer_wide": Transformer(batch=32, length=64, width=512, layers=2, vocab=1024),
     "transformer_tied": Transformer(batch=16, length=128, width=256, layers=4, vocab=4096, tied=True),
+    "transformer_scanned": Transformer(
+        batch=8, length=128, width=256, layers=6, vocab=1024, tied=True, scanned=True
+    ),
+    "moe_einsum": MixtureOfExperts(
+        batch=8, length=128, width=256, layers=2, vocab=1024, experts=8, hidden=512, dispatch="einsum"
+    ),
+    "lstm": LSTM(batch=32, length=64, width=256, vocab=256),
+    "cnn": CNN(batch=64, size=32, widths=(32, 64, 64), strides=(1, 2, 2), classes=10),
+    "resnet": ResNet(batch=32, size=32, widths=(32, 64, 128), blocks=2, classes=10),
     "mlp": MLP(batch=128, width=1024, layers=4),
 }

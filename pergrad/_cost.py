@@ -80,6 +80,15 @@ def _convolution(eqn: JaxprEqn) -> float:
     return 2 * size(eqn.outvars[0]) * math.prod(kernel) / out_features
 
 
+def _ragged_product(eqn: JaxprEqn) -> float:
+    # As many dense products as there are groups, which is what runs on the CPU.
+    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    length = math.prod(aval(eqn.invars[0]).shape[a] for a in contracted)
+    shares_out = len(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions) > 0
+    groups = aval(eqn.invars[2]).shape[-1] if shares_out else 1
+    return 2 * groups * size(eqn.outvars[0]) * length
+
+
 def _updates(eqn: JaxprEqn) -> float:
     return size(eqn.invars[2])
 
@@ -88,6 +97,7 @@ OPERATIONS: dict[Primitive, Callable[[JaxprEqn], float]] = {
     p.dot_general_p: _product,
     p.conv_general_dilated_p: _convolution,
     p.scatter_add_p: _updates,
+    _compat.ragged_dot_general_p: _ragged_product,
     **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.cumsum_p], _reduction),
 }
 MOVES = (
@@ -181,6 +191,14 @@ def peak_bytes(
 
 # These read from memory and write to memory; a reduction takes what is fused into it.
 OPAQUE = frozenset(
-    (p.dot_general_p, p.conv_general_dilated_p, p.scatter_add_p, p.sort_p, p.cumsum_p, p.scan_p)
+    (
+        _compat.ragged_dot_general_p,
+        p.dot_general_p,
+        p.conv_general_dilated_p,
+        p.scatter_add_p,
+        p.sort_p,
+        p.cumsum_p,
+        p.scan_p,
+    )
 )
 STORING = OPAQUE | {p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.gather_p}

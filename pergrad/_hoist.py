@@ -70,7 +70,8 @@ def _hoisted(walk: Walk, program: ClosedJaxpr) -> ClosedJaxpr:
     def run(*args: Any) -> list[Any]:
         env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
         for eqn in jaxpr.eqns:
-            rule = RULES.get(eqn.primitive) if walk.leaving[id(eqn)] else None
+            is_chosen = eqn.primitive is primitives.cond_p and is_in(eqn.invars[0], walk.varies)
+            rule = RULES.get(eqn.primitive) if walk.leaving[id(eqn)] or is_chosen else None
             if rule is None:
                 evaluate([eqn], env)
             else:
@@ -321,7 +322,13 @@ def _hoist_from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[
         return run
 
     with _compat.at_line_of(eqn):
-        results, factors = lax.switch(index, [taken(n) for n in range(len(branches))], *operands)
+        runs = [taken(n) for n in range(len(branches))]
+        if is_in(eqn.invars[0], walk.varies):
+            # Mapped over examples all branches run in any case; so weights need not be copied for each.
+            chosen = [run(*operands) for run in runs]
+            results, factors = jax.tree.map(lambda *xs: lax.select_n(index, *xs), *chosen)
+        else:
+            results, factors = lax.switch(index, runs, *operands)
         out = dict(zip(kept, results, strict=True))
         parts: dict[int, list[jax.Array]] = {k: [] for k in gone}
         handed_out = iter(factors)

@@ -28,6 +28,7 @@ from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._eval import Env, read
 from pergrad._loop import Loop
+from pergrad.terms.ragged import with_batching
 
 Inline = Callable[[JaxprEqn, Sequence[Any], "InlineTable"], list[Any]]
 InlineTable = dict[Primitive, Inline]
@@ -147,7 +148,19 @@ def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) 
         return lax.switch(args[0], branches, *args[1:])
 
 
+def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """A ragged product that JAX cannot map over examples becomes one that can be."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    _, (x_batch, _) = numbers.dot_dimension_numbers
+    shares_weights = not x_batch and len(numbers.rhs_group_dimensions) == 1 and len(args) == 3
+    if not shares_weights:
+        return _compat.bind(eqn, args)
+    with _compat.at_line_of(eqn):
+        return [with_batching(eqn)(*args)]
+
+
 CALLS: InlineTable = {
+    _compat.ragged_dot_general_p: _inline_ragged_product,
     primitives.jit_p: _inline_call("jaxpr"),
     primitives.closed_call_p: _inline_call("call_jaxpr"),
     primitives.cond_p: _inline_in_branches,

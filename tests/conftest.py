@@ -16,14 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 # Programs that run once, on tiny arrays: what counts is the time to compile them.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pergrad as pg
-from tests import oracle
+from tests import cases_attention, cases_branches, cases_loops, oracle  # noqa: F401 (they add cases)
 from tests.cases import Case
 
 jax.config.update("jax_enable_x64", True)

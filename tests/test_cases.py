@@ -32,8 +32,13 @@ VARIANTS = list(itertools.product((True, False), ("none", "weights", "padded"), 
 # XLA computes the convolutions of several examples as one, grouped, and on the CPU lets a NaN of one
 # group into the others, in plain jax.vmap(jax.grad(loss)) too. Their padding is finite.
 MIXED_BY_XLA = ("conv_1d", "conv_2d")
-# In bfloat16 a maximum of this model falls on another entry: the plain loop is off by 0.19 as well.
-ERROR_OF_CASE = {("conv_2d", "bfloat16"): 0.4}
+ERROR_OF_CASE = {
+    # In bfloat16 a maximum of this model falls on another entry: the plain loop is off by 0.19 as well.
+    ("conv_2d", "bfloat16"): 0.4,
+    # JAX's attention computes its softmax in float32.
+    ("attention_of_jax", "float64"): 1e-5,
+    ("attention_grouped", "float64"): 1e-5,
+}
 STRIDE = 5  # shares no factor with the number of variants
 
 
@@ -80,10 +85,17 @@ class Runner:
         if weights == "padded":
             self.args = pad(case, self.args)
 
-    def plan(self, strategy: str) -> Any:
-        """Which strategy feeds which statistics, tail by tail."""
+    def ways(self, strategy: str) -> set[tuple[str, Any, Any]]:
+        """Which strategy would feed which statistic of which parameters."""
         plan = pg.explain(self.loss, self.statistics, strategy=strategy, **self.options)(*self.args)
-        return tuple(tuple((c.strategy, c.statistics) for c in tail.choices) for tail in plan.tails)
+        assert str(plan)
+        return {
+            (name, tail.tail.params, choice.strategy)
+            for tail in plan.tails
+            for choice in tail.choices
+            for name, statistic in self.statistics.items()
+            if statistic in choice.statistics
+        }
 
     def check(self, strategy: str) -> None:
         """Runs all statistics in one program and compares them with the truth."""
@@ -92,30 +104,42 @@ class Runner:
         assert_agrees(out, self.truth, self.weights, self.error)
 
 
+def check_all(case: Case, strategies: Any, statistics: Any, dtype: str) -> None:
+    """Each strategy in one variant, which moves on by one from case to case, so that over all cases
+    every strategy meets every variant.
+
+    A program has those statistics that one of its parameters has not got in this way before: what
+    takes time is to compile them.
+    """
+    done: set[Any] = set()
+    for offset, strategy in enumerate(strategies):
+        number = CASES.index(case) + offset * STRIDE
+        runner = Runner(case, VARIANTS[number % len(VARIANTS)], dtype)
+        runner.statistics = statistics
+        new = runner.ways(strategy) - done
+        names = {name for name, *_ in new} | {"loss", "count"}
+        runner.statistics = {name: STATISTICS[name] for name in sorted(names)}
+        if new:
+            runner.check(strategy)
+        done |= new
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_strategies(case: Case) -> None:
-    # Each strategy in one variant, which moves on by one from case to case, so that over all cases
-    # every strategy meets every variant. A plan that has run for this case does not run again.
-    done = set()
-    for offset, strategy in enumerate(STRATEGIES):
-        number = CASES.index(case) + offset * STRIDE
-        runner = Runner(case, VARIANTS[number % len(VARIANTS)])
-        plan = runner.plan(strategy)
-        if plan not in done:
-            runner.check(strategy)
-        done.add(plan)
+    check_all(case, STRATEGIES, STATISTICS, "float64")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_low_precision(case: Case, dtype: str) -> None:
-    for offset, strategy in enumerate(("auto", "streamed")):
-        number = CASES.index(case) + offset * STRIDE
-        runner = Runner(case, VARIANTS[number % len(VARIANTS)], dtype)
-        # What rounds in its own way; the other means do as the square does.
-        names = ("mean", "square", "cos", "sign", "variance", "fold", "individual", "loss")
-        runner.statistics = {name: STATISTICS[name] for name in names}
-        runner.check(strategy)
+    # What rounds in its own way; the other means do as the square does. From case to case the types
+    # change places between the strategies, and with and without what wants whole gradients.
+    index = CASES.index(case)
+    number = index + index // len(VARIANTS) + (dtype == "bfloat16")
+    whole = ("fold", "individual") if number % 4 < 2 else ()
+    names = ("mean", "square", "cos", "sign", "variance", *whole)
+    strategy = ("auto", "streamed")[number % 2]
+    check_all(case, [strategy], {name: STATISTICS[name] for name in names}, dtype)
 
 
 HANDFUL = (

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,12 @@ import pytest
 from jax.extend.core import primitives
 
 import pergrad as pg
+from tests import pages
+from tests.pages import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pergrad"
-PAGES = sorted(page for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+# test_frameworks.py runs docs/frameworks.md, and looks at its results.
+PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md")} - {ROOT / "docs" / "frameworks.md"})
 
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
@@ -33,7 +34,9 @@ ORDER = [
     "pergrad._eval",
     "pergrad._statistics",
     "pergrad.terms._term",
+    "pergrad.terms.convolution",
     "pergrad.terms.product",
+    "pergrad.terms.ragged",
     "pergrad.terms.scatter",
     "pergrad.terms.total",
     "pergrad.terms",
@@ -46,8 +49,12 @@ ORDER = [
     "pergrad.strategies.sparse",
     "pergrad.strategies.materialise",
     "pergrad.strategies",
+    "pergrad._flow",
+    "pergrad._loop",
     "pergrad._trace",
     "pergrad._cost",
+    "pergrad._walk",
+    "pergrad._hoist",
     "pergrad._cut",
     "pergrad._price",
     "pergrad._plan",
@@ -56,6 +63,7 @@ ORDER = [
     "pergrad._check",
     "pergrad._api",
     "pergrad",
+    "pergrad.nnx",
 ]
 
 
@@ -86,10 +94,8 @@ def imports(tree):
 
 @pytest.fixture
 def as_for_users():
-    jax.config.update("jax_enable_x64", False)
-    with jax.numpy_rank_promotion("allow"):
+    with pages.jax_as_for_users():
         yield
-    jax.config.update("jax_enable_x64", True)
 
 
 def docstring_examples(name):
@@ -114,11 +120,11 @@ def test_every_function_has_an_example(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, as_for_users, capsys):
-    text = page.read_text()
     namespace = {"__name__": page.name}
-    for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        lines_above = text[: block.start(1)].count("\n")
-        exec(compile("\n" * lines_above + block[1], str(page), "exec"), namespace)
+    for code, output in pages.blocks(page):
+        exec(code, namespace)
+        printed = capsys.readouterr().out
+        assert output is None or printed.split() == output.split()
 
 
 def test_readme_has_code():

@@ -9,9 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 
 from jax.extend.core import primitives
 
+from pergrad import _compat
 from pergrad._compat import JaxprEqn, Primitive, Var
 from pergrad.terms._term import Term as Term
+from pergrad.terms.convolution import Convolution as Convolution
 from pergrad.terms.product import Product as Product
+from pergrad.terms.ragged import Ragged as Ragged
 from pergrad.terms.scatter import Lookup as Lookup
 from pergrad.terms.scatter import Scatter as Scatter
 from pergrad.terms.scatter import Slice as Slice
@@ -21,7 +24,9 @@ from pergrad.terms.total import Total as Total
 Match = Callable[[JaxprEqn, Collection[int], Mapping[Var, JaxprEqn]], Term | None]
 
 TERMS: dict[Primitive, Match] = {
+    primitives.conv_general_dilated_p: Convolution.match,
     primitives.dot_general_p: Product.match,
     primitives.dynamic_update_slice_p: Slice.match,
     primitives.scatter_add_p: Scatter.match,
+    _compat.ragged_dot_general_p: Ragged.match,
 }

@@ -1,0 +1,113 @@
+"""Writes docs/support.md, the table of what pergrad takes apart, from the rules themselves.
+
+    python docs/make_support.py
+
+For every primitive that has a rule there is a loss here whose gradient ends in it. Which strategies
+serve it is not said but tried.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives
+
+import pergrad as pg
+from pergrad import _compat
+from pergrad._hoist import RULES
+from pergrad._plan import STRATEGIES
+from pergrad._steps import STEPS
+from pergrad._trace import CALLS
+from pergrad.terms import TERMS
+
+PAGE = Path(__file__).with_name("support.md")
+
+
+def _convolution(w: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(
+        x[..., None], w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+
+
+def _ragged(w: jax.Array, x: jax.Array) -> jax.Array:
+    sizes = jnp.asarray([2, x.shape[1] - 2], jnp.int32)
+    return lax.ragged_dot(x[0][:, None], w, sizes)
+
+
+def _slice(w: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.dynamic_slice(w, (jnp.argmax(x[0]),), (3,)) * x[0, :3]
+
+
+# What a user writes, and a parameter and a use of it whose gradient ends in the primitive.
+PROBES: dict[Any, tuple[str, tuple[int, ...], Callable[[jax.Array, jax.Array], jax.Array]]] = {
+    primitives.dot_general_p: ("`x @ w`, einsum, dense layers", (8, 3), lambda w, x: x @ w),
+    primitives.conv_general_dilated_p: ("convolutions", (3, 1, 4), _convolution),
+    _compat.ragged_dot_general_p: ("`lax.ragged_dot`", (2, 1, 4), _ragged),
+    primitives.scatter_add_p: (
+        "indexing, `take`, embeddings",
+        (16, 3),
+        lambda w, x: w[x.astype(int) % 16],
+    ),
+    primitives.dynamic_update_slice_p: ("`lax.dynamic_slice`", (9,), _slice),
+}
+FAMILIES = {
+    "move": "entries of the gradient, elsewhere: `phi` may come before or after",
+    "scale": "entries times a number: a factorable `phi` may come before",
+    "mix": "linear: `phi` comes after",
+}
+
+
+def support_page() -> str:
+    """The text of docs/support.md."""
+    head = [
+        "# What pergrad takes apart",
+        "",
+        "This page is written by `python docs/make_support.py`, from the rules themselves. What is not",
+        "here is right too: its gradient is formed for each example, and the plan names the primitive",
+        "and the line.",
+        "",
+        "## Terms",
+        "",
+        "The sum over positions that a parameter's gradient ends in. The strategies are those that give",
+        "the second moment; *factored* needs one position, as `x @ w` has with one row an example.",
+        "",
+        "| primitive of the gradient | from | term | strategies |",
+        "|---|---|---|---|",
+    ]
+    terms = [_term_row(primitive) for primitive in TERMS]
+    steps = ["", "## Steps after a term", "", "| family | primitives |", "|---|---|"]
+    for family, meaning in FAMILIES.items():
+        names = sorted(f"`{p.name}`" for p, step in STEPS.items() if step.family == family)
+        steps.append(f"| *{family}*: {meaning} | {', '.join(names)} |")
+    inside = sorted(f"`{p.name}`" for p in RULES)
+    calls = sorted(f"`{p.name}`" for p in CALLS if p not in RULES and p not in TERMS)
+    rest = [
+        "",
+        "## Loops, branches and calls",
+        "",
+        f"- Factors leave {' and '.join(inside)}; the gradients of stacked layers are reduced inside",
+        "  their `scan`, layer by layer, if all statistics are elementwise.",
+        f"- {', '.join(calls)} are looked into. The recomputation of `jax.checkpoint` stays.",
+        "- `custom_jvp` and `custom_vjp` functions are differentiated by their own rules.",
+        "- `while` can be in the forward pass, where JAX can differentiate the rest.",
+    ]
+    return "\n".join([*head, *terms, *steps, *rest]) + "\n"
+
+
+def _term_row(primitive: Any) -> str:
+    source, shape, use = PROBES[primitive]
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(use(w, x)))
+
+    args = jnp.ones(shape), jnp.ones((4, 8))
+    plans = [(s.name, pg.explain(loss, pg.Mean(jnp.square), strategy=s.name)(*args)) for s in STRATEGIES]
+    served = [name for name, plan in plans if plan.rows[0].strategy == name]
+    return f"| `{primitive.name}` | {source} | {plans[0][1].rows[0].kind} | {', '.join(served)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(support_page())

@@ -1,0 +1,134 @@
+"""A ragged product: each group of positions has a matrix of its own, as tokens have experts.
+
+The positions of one example are sorted by group, and s_e of them belong to group e:
+
+    y_t = x_t W_e      with e the group of t,     so that     g_e = sum over t in group e of x_t d_t^T,
+
+a `ragged_dot_general` whose ragged axis is contracted. Over examples the sum is the same product with
+the positions of all of them in one row, sorted by group again.
+
+JAX cannot map a ragged product over examples that share their matrices. `with_batching` can: the
+examples are one more axis of x in front of the ragged one, each with group sizes of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pergrad._compat import JaxprEqn, Var, aval
+from pergrad._eval import Env, distinct, read
+from pergrad._statistics import Weights, accumulation_dtype, weigh
+from pergrad.terms._term import Term
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged(Term):
+    eqn: JaxprEqn
+
+    @property
+    def kind(self) -> str:
+        return "ragged product"
+
+    @staticmethod
+    def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Ragged | None:
+        x, d, sizes = eqn.invars[:3]
+        plain = all(len(aval(v).shape) == n for v, n in ((x, 2), (d, 2), (sizes, 1)))
+        if not plain or not sums_over_groups(eqn) or not {0, 1} <= set(varying):
+            return None
+        return Ragged(eqn, eqn.outvars[0], distinct(eqn.invars[i] for i in varying))
+
+    @property
+    def contributions(self) -> int:
+        return aval(self.eqn.invars[0]).shape[self._positions[0]]
+
+    @property
+    def _positions(self) -> tuple[int, int]:
+        """The ragged axis of x and of d."""
+        ((x_axis,), (d_axis,)), _ = self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return x_axis, d_axis
+
+    def form(self, env: Env) -> None:
+        x, d, sizes = (read(env, v) for v in self.eqn.invars[:3])
+        x, d = (jnp.moveaxis(a, axis, 0) for a, axis in zip((x, d), self._positions, strict=True))
+        env[self.out] = self._product(x, d, sizes, self.eqn.params["preferred_element_type"])
+
+    def sum(self, env: Env, w: Weights) -> jax.Array:
+        size = env[self.factors[0]].shape[0]
+        x, d, sizes = (
+            x if v in self.factors else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+            for v in self.eqn.invars[:3]
+            for x in [read(env, v)]
+        )
+        x, d = (jnp.moveaxis(a, axis + 1, 1) for a, axis in zip((x, d), self._positions, strict=True))
+        dtype = accumulation_dtype(aval(self.out).dtype)
+        present = jnp.not_equal(w, 0).astype(dtype) if isinstance(w, jax.Array) else 1.0
+        x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), present)
+
+        # The group of every position; those behind the last group are in none.
+        groups = jax.vmap(lambda s: jnp.searchsorted(jnp.cumsum(s), jnp.arange(x.shape[1]), "right"))(
+            sizes
+        )
+        order = jnp.argsort(groups.reshape(-1), stable=True)
+        x, d = (a.reshape(-1, a.shape[2])[order] for a in (x, d))
+        return self._product(x, d, jnp.sum(sizes, axis=0), dtype)
+
+    def _product(self, x: Any, d: Any, sizes: Any, dtype: Any) -> jax.Array:
+        """g of positions in rows: x [T, a], d [T, b] -> [groups, a, b]."""
+        return lax.ragged_dot_general(
+            x,
+            d,
+            sizes,
+            lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ()),
+            precision=self.eqn.params["precision"],
+            preferred_element_type=dtype,
+        )
+
+
+def sums_over_groups(eqn: JaxprEqn) -> bool:
+    """Whether the ragged axis is contracted, so that every group has a matrix as its result."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (x_contracted, _), (x_batch, _) = numbers.dot_dimension_numbers
+    alone = tuple(x_contracted) == tuple(numbers.lhs_ragged_dimensions) and not x_batch
+    return alone and eqn.params["group_offset"] is None
+
+
+def with_batching(eqn: JaxprEqn) -> Callable[..., Any]:
+    """The equation's ragged product as a function that can be mapped over examples."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+
+    def plain(numbers: Any) -> Callable[..., Any]:
+        def call(x: Any, weights: Any, sizes: Any) -> Any:
+            options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
+            return lax.ragged_dot_general(x, weights, sizes, numbers, **options)
+
+        return call
+
+    def mappable(numbers: Any) -> Callable[..., Any]:
+        product = custom_vmap(plain(numbers))
+
+        @product.def_vmap
+        def rule(size: int, batched: Sequence[bool], x: Any, weights: Any, sizes: Any) -> Any:
+            in_front = [
+                a if has_axis else jnp.broadcast_to(a, (size, *a.shape))
+                for a, has_axis in zip((x, weights, sizes), batched, strict=True)
+            ]
+            if batched[1]:
+                return jax.vmap(plain(numbers))(*in_front), True
+            (x_contracted, w_contracted), _ = numbers.dot_dimension_numbers
+            shifted = lax.RaggedDotDimensionNumbers(
+                (([a + 1 for a in x_contracted], w_contracted), ((), ())),
+                [a + 1 for a in numbers.lhs_ragged_dimensions],
+                numbers.rhs_group_dimensions,
+            )
+            return mappable(shifted)(in_front[0], weights, in_front[2]), True
+
+        return product
+
+    return mappable(numbers)

@@ -1,0 +1,152 @@
+"""Loops and branches: tails that are reduced inside of them, factors that leave them, and neither."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import pergrad as pg
+from pergrad import _hoist, _loop
+from tests.cases import CASES, Case
+from tests.conftest import STATISTICS
+from tests.test_cases import CASE, VARIANTS, Runner, check_all
+
+LOOPED = [c for c in CASES if c.loss.__module__ in ("tests.cases_loops", "tests.cases_branches")]
+ELEMENTWISE = {name: STATISTICS[name] for name in ("mean", "square", "cos", "sign", "variance")}
+
+
+@pytest.mark.parametrize("case", LOOPED, ids=lambda case: case.name)
+def test_elementwise_statistics(case: Case) -> None:
+    # A statistic that wants whole gradients keeps tails out of loops, so here there is none.
+    check_all(case, ["auto", "streamed"], ELEMENTWISE, "float64")
+
+
+@pytest.mark.parametrize("case", LOOPED, ids=lambda case: case.name)
+def test_all_that_can_leaves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_hoist, "_is_smaller", lambda tail: bool(tail.terms))
+    runner = Runner(case, VARIANTS[CASES.index(case) % len(VARIANTS)])
+    runner.statistics = {name: STATISTICS[name] for name in ("mean", "square", "fold")}
+    runner.check("auto")
+
+
+@pytest.mark.parametrize("name", ["scan_over_layers", "scan_layers_in_time", "lstm", "cond_in_scan"])
+def test_without_the_rules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASE[name]
+    kinds = []
+    for without in (False, True):
+        if without:
+            monkeypatch.setattr(_loop, "LOOPS", set())
+            monkeypatch.setattr(_hoist, "RULES", {})
+        plan = pg.explain(case.loss, pg.Mean())(*case.make_args(jnp.float64))
+        kinds.append([row.kind for row in plan.rows])
+        runner = Runner(case, VARIANTS[3])
+        runner.statistics = ELEMENTWISE
+        runner.check("auto")
+    assert kinds[0].count("value") < kinds[1].count("value")
+
+
+# A width that makes a gradient larger than all that it is made of.
+B, T, D, L = 8, 4, 32, 3
+
+
+def layers_loss(p: Any, x: Any) -> jax.Array:
+    step = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+    return jnp.mean(jnp.square(lax.scan(step, x, p)[0]))
+
+
+def recurrence_loss(w: Any, x: Any) -> jax.Array:
+    def step(h: Any, x: Any) -> Any:
+        return jnp.tanh(x + h @ w), None
+
+    return jnp.mean(jnp.square(lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.swapaxes(x, 0, 1))[0]))
+
+
+def branches_loss(w: Any, x: Any) -> jax.Array:
+    y = lax.cond(x[0, 0, 0] > 0, lambda: jnp.tanh(x @ w), lambda: 2 * x)
+    return jnp.mean(jnp.square(y))
+
+
+@pytest.mark.parametrize(
+    "loss, shape, kind",
+    [
+        (layers_loss, (L, D, D), "3 x product"),
+        (recurrence_loss, (D, D), "product"),
+        (branches_loss, (D, D), "product"),
+    ],
+)
+def test_no_gradient_is_formed_for_all_examples(loss: Any, shape: Any, kind: str) -> None:
+    args = jnp.ones(shape), jnp.ones((B, T, D))
+    options = {"strategy": "streamed"}
+    assert pg.explain(loss, pg.Mean(jnp.square), **options)(*args).rows[0].kind == kind
+    stats_fn = pg.value_and_stats(loss, {"mean": pg.Mean(), "square": pg.Mean(jnp.square)}, **options)
+    assert largest_variable(jax.make_jaxpr(stats_fn)(*args).jaxpr) < B * D * D
+    materialised = pg.value_and_stats(loss, pg.Individual())
+    assert largest_variable(jax.make_jaxpr(materialised)(*args).jaxpr) >= B * D * D
+
+
+def largest_variable(jaxpr: Any) -> int:
+    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
+    return max([*sizes, *(largest_variable(inner) for inner in inner_programs(jaxpr))], default=0)
+
+
+def inner_programs(jaxpr: Any) -> list[Any]:
+    values = [value for eqn in jaxpr.eqns for value in eqn.params.values()]
+    flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else [value])]
+    return [getattr(x, "jaxpr", x) for x in flat if hasattr(getattr(x, "jaxpr", x), "eqns")]
+
+
+def test_what_stays_in_a_loop_has_a_reason() -> None:
+    case = CASE["rnn_scaled_each_step"]
+    plan = pg.explain(case.loss, pg.Mean(jnp.square))(*case.make_args(jnp.float64))
+    stays = [row for row in plan.rows if row.kind == "value"]
+    assert stays
+    for row in stays:
+        assert "made by scan at cases_loops.py" in row.reason
+
+
+def test_in_a_loop_of_the_user() -> None:
+    # A scan around the whole: one model after the other.
+    case = CASE["scan_over_layers"]
+    p, batch = case.make_args(jnp.float64)
+    stats_fn = pg.grad_stats(case.loss, ELEMENTWISE)
+    models = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), p)
+    _, scanned = lax.scan(lambda c, p: (c, stats_fn(p, batch)), None, models)
+    mapped = jax.vmap(lambda p: stats_fn(p, batch))(models)
+    for k in range(2):
+        alone = stats_fn(jax.tree.map(lambda x, k=k: x[k], models), batch)
+        for together in (scanned, mapped):
+            jax.tree.map(lambda a, b, k=k: assert_close(a[k], b), together, alone)
+
+
+def assert_close(a: jax.Array, b: jax.Array) -> None:
+    assert jnp.allclose(a, b, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["scan_over_layers", "scan_over_time", "cond_on_example", "lstm"])
+def test_differentiated(name: str) -> None:
+    # The gradient of a function of the second moment, through what was reduced inside and outside.
+    case = CASE[name]
+    p, *rest = case.make_args(jnp.float64)
+
+    def spread(p: Any, strategy: str, statistics: Any) -> jax.Array:
+        moments = pg.grad_stats(case.loss, statistics, strategy=strategy)(p, *rest)["square"]
+        return sum(jnp.sum(m) for m in jax.tree.leaves(moments))
+
+    square = {"square": pg.Mean(jnp.square)}
+    inside = jax.grad(spread)(p, "auto", square)
+    whole = jax.grad(spread)(p, "materialise", square | {"individual": pg.Individual()})
+    jax.tree.map(assert_close, inside, whole)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="older versions have other names")
+def test_support_page_is_fresh() -> None:
+    path = Path(__file__).parents[1] / "docs" / "make_support.py"
+    spec = importlib.util.spec_from_file_location("make_support", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.support_page(), "run python docs/make_support.py"
