@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
@@ -75,9 +76,32 @@ def _product(eqn: JaxprEqn) -> float:
 
 
 def _convolution(eqn: JaxprEqn) -> float:
-    kernel = aval(eqn.invars[1]).shape
-    out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2 * size(eqn.outvars[0]) * math.prod(kernel) / out_features
+    lhs, rhs = (aval(v).shape for v in eqn.invars)
+    out, params = aval(eqn.outvars[0]).shape, eqn.params
+    (_, _, *xs), (o, i, *ks), (n, _, *ps) = params["dimension_numbers"]
+    axes = zip(
+        (lhs[a] for a in xs),
+        params["lhs_dilation"],
+        (low for low, _ in params["padding"]),
+        zip(params["window_strides"], (out[a] for a in ps), strict=True),
+        zip(params["rhs_dilation"], (rhs[a] for a in ks), strict=True),
+        strict=True,
+    )
+    return 2 * out[n] * rhs[o] * rhs[i] * math.prod(_meetings(*axis) for axis in axes)
+
+
+def _meetings(length: int, dilation: int, low: int, *steps: tuple[int, int]) -> int:
+    """How often a kernel meets an entry of its operand along one axis, not padding and not a hole.
+
+    Position p of the result and k of the kernel meet at s p + d k - low; `steps` are s and d, each with
+    the number of its positions.
+    """
+    (s, few), (d, many) = sorted(steps, key=lambda step: step[1])
+    found = 0
+    for start in s * np.arange(few) - low:
+        entry, hole = np.divmod(start + d * np.arange(many), dilation)
+        found += np.count_nonzero((entry >= 0) & (entry < length) & (hole == 0))
+    return found
 
 
 def _ragged_product(eqn: JaxprEqn) -> float:

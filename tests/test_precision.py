@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import pergrad as pg
 from tests import oracle
@@ -193,6 +194,66 @@ def test_mixed_dtypes_of_parameters():
     result = jax.jit(pg.grad_stats(fun, stats))(p, jnp.asarray(normal(2, 5, 3), jnp.float32))
     assert {k: x.dtype.name for k, x in result["mean"].items()} == {"w": "bfloat16", "v": "float32"}
     assert {x.dtype.name for x in result["variance"].values()} == {"float32"}
+
+
+# Mixed precision: parameters of one type, a model that computes in another, in loops and convolutions.
+
+
+def cast_in_layers(p, x, dtype):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w.astype(dtype)), None), x[:, 0], p)[0]
+
+
+def cast_in_time(p, x, dtype):
+    def cell(h, x):
+        h = jnp.tanh(x + h @ p[0].astype(dtype) + p[1, 0].astype(dtype)[None])
+        return h, h
+
+    return lax.scan(cell, jnp.zeros_like(x[:, 0]), jnp.swapaxes(x, 0, 1))[1]
+
+
+def cast_before_the_loop(p, x, dtype):
+    return cast_in_time(p.astype(dtype), x, dtype)
+
+
+def cast_in_convolution(p, x, dtype):
+    numbers = ("NWC", "WIO", "NWC")
+    return jnp.tanh(
+        lax.conv_general_dilated(x, p.astype(dtype), (1,), "SAME", dimension_numbers=numbers)
+    )
+
+
+MIXED = [cast_in_layers, cast_in_time, cast_before_the_loop, cast_in_convolution]
+TYPES = [
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+]
+
+
+@pytest.mark.parametrize("strategy, size", [("auto", None), ("streamed", 5)])
+@pytest.mark.parametrize("own, inside", TYPES)
+@pytest.mark.parametrize("model", MIXED, ids=lambda model: model.__name__)
+def test_mixed_precision(model, own, inside, strategy, size):
+    # With half-precision parameters gradients are about 1e-3, and their squares would vanish.
+    scale = 1.0 if own == "float32" else 2.0**-8
+    p = jnp.asarray(0.5 * normal(0, 3, 4, 4), own)
+    x = jnp.asarray(normal(1, 12, 6, 4), inside)
+
+    def fun(p, x):
+        return scale * jnp.mean(jnp.square(model(p, x, inside).astype(jnp.float32) - 0.3))
+
+    stats = {"mean": pg.Mean(), "square": pg.Mean(jnp.square), "variance": pg.Variance()}
+    stats_fn = pg.grad_stats(fun, stats, strategy=strategy, microbatch_size=size)
+    result = jax.jit(stats_fn)(p, x)
+    assert [result[name].dtype.name for name in stats] == [own, "float32", "float32"]
+    g = np.asarray(oracle.per_example(fun, (p, x))[2], np.float64)
+    # A few roundings of the coarser type, in what is about as large as the largest gradient.
+    G, error = np.max(np.abs(g)), 6 * max(float(jnp.finfo(t).eps) for t in (own, inside))
+    np.testing.assert_allclose(result["mean"].astype(float), oracle.mean(g), rtol=0, atol=error * G)
+    square = oracle.mean_of(np.square, g)
+    np.testing.assert_allclose(result["square"], square, rtol=0, atol=2 * error * G**2)
+    np.testing.assert_allclose(result["variance"], oracle.variance(g), rtol=0, atol=8 * error * G**2)
 
 
 # Weights.

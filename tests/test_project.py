@@ -3,7 +3,6 @@
 import ast
 import doctest
 import inspect
-import re
 import subprocess
 import sys
 import tomllib
@@ -54,6 +53,7 @@ ORDER = [
     "pergrad._trace",
     "pergrad._cost",
     "pergrad._walk",
+    "pergrad._leave",
     "pergrad._hoist",
     "pergrad._cut",
     "pergrad._price",

@@ -1,10 +1,12 @@
 """Random small networks, made of supported operations, against the oracle.
 
-A network is a list of layers; a layer is an operation on activations [B, T, D], and a way in which its
-parameters are stored (`VIEWS`: transposed, flat, sliced out of something larger, as a product, ...),
-all named, so that a failure prints a program that can be read. PERGRAD_FUZZ sets how many are tried.
+A network is a list of layers; a layer is an operation on activations [B, T, D], a way in which its
+parameters are stored (`VIEWS`: transposed, flat, sliced out of something larger, as a product, ...) and
+what stands around it (`WRAPPERS`: remat, a loop, a conditional, ...), all named, so that a failure
+prints a program that can be read. PERGRAD_FUZZ sets how many are tried.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,7 +58,7 @@ class Parameters:
 
 # How a matrix [n, m] is made from what is stored.
 
-MASK = jnp.asarray(np.random.default_rng(0).integers(2, size=(8, 8)))
+MASK = jnp.asarray(np.random.default_rng(0).integers(2, size=(32, 32)))
 
 VIEWS: dict[str, Callable[[Parameters, str, int, int], Array]] = {
     "plain": lambda p, k, n, m: p(k, n, m),
@@ -137,6 +139,65 @@ def swap_time(h: Array) -> Array:
     return jnp.swapaxes(h, 0, 1)
 
 
+def stack(h: Array, w: Make, *lengths: int) -> Array:
+    d = h.shape[2]
+    return w(math.prod(lengths) * d, d).reshape(*lengths, d, d)
+
+
+def tanh_layer(h: Array, matrix: Array) -> tuple[Array, None]:
+    return jnp.tanh(h @ matrix), None
+
+
+def stacked_blocks(h: Array, w: Make) -> Array:
+    def block(h: Array, matrices: Array) -> tuple[Array, None]:
+        return h + lax.scan(tanh_layer, h, matrices)[0], None
+
+    return lax.scan(block, h, stack(h, w, 2, 2))[0]
+
+
+def layers_in_time(h: Array, w: Make) -> Array:
+    matrices = stack(h, w, 2)
+
+    def cell(state: Array, x: Array) -> tuple[Array, Array]:
+        state, _ = lax.scan(tanh_layer, state + x, matrices)
+        return state, state
+
+    return swap_time(lax.scan(cell, jnp.zeros_like(h[:, 0]), swap_time(h), reverse=True)[1])
+
+
+def carried_weight(h: Array, w: Make) -> Array:
+    def turn(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        matrix, h = state
+        return matrix, jnp.tanh(h @ matrix)
+
+    return lax.fori_loop(0, 2, turn, (w(h.shape[2], h.shape[2]), h))[1]
+
+
+def counted_rows(h: Array, w: Make) -> Array:
+    rows = w(3, h.shape[2])
+    return lax.fori_loop(0, 3, lambda i, h: jnp.sin(h * over(rows[i], h)), h)
+
+
+def lookups_in_time(h: Array, tokens: Array, w: Make) -> Array:
+    matrix = table(h, w)
+
+    def cell(state: Array, token: Array) -> tuple[Array, Array]:
+        state = jnp.tanh(state + matrix[token])
+        return state, state
+
+    return fit(swap_time(lax.scan(cell, jnp.zeros_like(h[:, 0]), tokens.T)[1]), h)
+
+
+def convolution(h: Array, w: Make, groups: int) -> Array:
+    d = h.shape[2]
+    kernel = w(2 * d // groups, 3 * groups).reshape(2, d // groups, 3 * groups)
+    numbers = ("NWC", "WIO", "NWC")
+    out = lax.conv_general_dilated(
+        h, kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+    return out[..., :5]
+
+
 def attention(h: Array, w: Make) -> Array:
     q, k = jnp.split(h @ w(h.shape[2], 4), 2, axis=2)
     return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ h
@@ -191,6 +252,14 @@ OPERATIONS: dict[str, Callable[[Array, Array, Make], Array]] = {
     "each position": lambda h, i, w: each_position(h, w),
     "bilinear": lambda h, i, w: bilinear(h, w),
     "recurrent": lambda h, i, w: recurrent(h, w),
+    "stacked layers": lambda h, i, w: lax.scan(tanh_layer, h, stack(h, w, 3))[0],
+    "stacked blocks": lambda h, i, w: stacked_blocks(h, w),
+    "layers in time": lambda h, i, w: layers_in_time(h, w),
+    "carried weight": lambda h, i, w: carried_weight(h, w),
+    "counted rows": lambda h, i, w: counted_rows(h, w),
+    "lookups in time": lambda h, i, w: h + lookups_in_time(h, i, w),
+    "convolution": lambda h, i, w: convolution(h, w, 1),
+    "convolution of channels": lambda h, i, w: convolution(h, w, h.shape[2]),
     "attention": lambda h, i, w: attention(h, w),
     "bias": lambda h, i, w: h + over(w(2, h.shape[2])[0], h),
     "positions": lambda h, i, w: h + w(h.shape[1], h.shape[2])[None],
@@ -226,11 +295,64 @@ NONLINEARITIES: dict[str, Callable[[Array], Array]] = {
     "softmax": jax.nn.softmax,
 }
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
+# What stands around a layer, f(values, h) with the network's parameters as values. The loss is only
+# ever called for one example, so that its numbers may decide.
+
+Apply = Callable[[Tree, Array], Array]
+
+
+def loop(f: Apply) -> Apply:
+    """The layer twice in a row, or side by side if it changes the shape."""
+
+    def run(values: Tree, h: Array) -> Array:
+        if jax.eval_shape(f, values, h).shape == h.shape:
+            return lax.scan(lambda h, _: (f(values, h), None), h, length=2)[0]
+        return jnp.sum(lax.map(lambda s: f(values, s * h), jnp.array([1.0, 0.5])), axis=0)
+
+    return run
+
+
+def layers_of_one(f: Apply) -> Apply:
+    """Layers whose parameters are made from one layer's and stacked."""
+
+    def run(values: Tree, h: Array) -> Array:
+        stacks = jax.tree.map(lambda x: jnp.stack([x, jnp.sin(x)]), values)
+        start = jnp.zeros(jax.eval_shape(f, values, h).shape)
+        return lax.scan(lambda out, q: (out + f(q, h), None), start, stacks, reverse=True)[0]
+
+    return run
+
+
+def cond(decide: Callable[[Tree, Array], Array]) -> Callable[[Apply], Apply]:
+    """The layer in two ways, or not at all, as `decide` says."""
+
+    def around(f: Apply) -> Apply:
+        def run(values: Tree, h: Array) -> Array:
+            nothing = jnp.zeros(jax.eval_shape(f, values, h).shape)
+            branches = [f, lambda values, h: f(values, jnp.sin(h)), lambda values, h: nothing]
+            return lax.switch(decide(values, h), branches, values, h)
+
+        return run
+
+    return around
+
+
+on_example = cond(lambda values, h: (h[0, 0, 0] > 0.1).astype(jnp.int32) + (h[0, 0, 0] > 0.7))
+on_parameters = cond(lambda values, h: (jnp.sum(next(iter(values.values()))) > 0).astype(jnp.int32))
+
+WRAPPERS: dict[str, Callable[[Apply], Apply]] = {
     "": lambda f: f,
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "jit checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "loop": loop,
+    "loop of checkpoint": lambda f: loop(jax.checkpoint(f)),
+    "checkpoint of loop": lambda f: jax.checkpoint(loop(f)),
+    "loop of loop": lambda f: loop(loop(f)),
+    "layers of one": layers_of_one,
+    "on example": on_example,
+    "on parameters": on_parameters,
+    "loop on example": lambda f: loop(on_example(f)),
 }
 
 REGULARISERS: dict[str, Callable[[Tree], Array]] = {
@@ -295,6 +417,7 @@ class Run:
     keep_batch_dim: bool
     microbatch_size: int | str | None
     strategy: str
+    whole: bool  # also statistics that want whole gradients, which keep tails out of loops
 
 
 def choice(names: Any) -> st.SearchStrategy[Any]:
@@ -311,7 +434,7 @@ layers = st.builds(
 )
 networks = st.builds(
     Network,
-    layers=st.lists(layers, min_size=1, max_size=4).map(tuple),
+    layers=st.lists(layers, min_size=1, max_size=3).map(tuple),
     regulariser=choice(REGULARISERS),
     seed=st.integers(0, 99),
 )
@@ -327,6 +450,7 @@ def runs(draw: Any) -> Run:
         keep_batch_dim=draw(st.booleans()),
         microbatch_size=draw(choice([None, 1, 2, 3, "auto"])),
         strategy=draw(choice(["auto", "streamed", "materialise", "summed", "factored", "sparse"])),
+        whole=draw(st.booleans()),
     )
 
 
@@ -351,7 +475,7 @@ def make_batch(seed: int, size: int) -> Tree:
 def test_random_program(network: Network, run: Run) -> None:
     batch = make_batch(network.seed, run.size)
     params = network.params(batch)
-    names = ["mean", "square", "cos", "variance", "fold", "individual"]
+    names = ["mean", "square", "cos", "variance", *(["fold", "individual"] if run.whole else [])]
     if run.size == 1 or (run.weights and sum(run.weights) <= 1):
         names.remove("variance")
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from pergrad import _hoist, _loop
+from pergrad import _hoist, _leave, _loop
 from tests.cases import CASES, Case
 from tests.conftest import STATISTICS
 from tests.test_cases import CASE, VARIANTS, Runner, check_all
@@ -27,7 +27,7 @@ def test_elementwise_statistics(case: Case) -> None:
 
 @pytest.mark.parametrize("case", LOOPED, ids=lambda case: case.name)
 def test_all_that_can_leaves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_hoist, "_is_smaller", lambda tail: bool(tail.terms))
+    monkeypatch.setattr(_leave, "_is_smaller", lambda tail: bool(tail.terms))
     runner = Runner(case, VARIANTS[CASES.index(case) % len(VARIANTS)])
     runner.statistics = {name: STATISTICS[name] for name in ("mean", "square", "fold")}
     runner.check("auto")

@@ -1,0 +1,295 @@
+"""How the factors of tails leave one loop or one conditional; `_hoist` says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives
+
+from pergrad import _compat
+from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
+from pergrad._cost import size
+from pergrad._eval import Env, evaluate, read
+from pergrad._flow import variables, varying
+from pergrad._loop import Loop
+from pergrad._steps import ONE_TO_ONE
+from pergrad._tail import Tail
+from pergrad._walk import Walk
+from pergrad.terms import Product, Term, is_zero
+
+
+def leave_loop(
+    loop: Loop,
+    leaving: Sequence[int],
+    varies: Sequence[bool],
+    from_zero: Sequence[bool],
+    ins: Sequence[Any],
+) -> list[Any]:
+    """The results of a loop, of which those of `leaving` that can are made outside of it.
+
+    `varies` says which operands differ from example to example, `from_zero` which carries start at zero.
+    """
+    return _Leaver(loop, leaving, varies).run(ins, from_zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """What a step contributes to a result: an addend of a carry, or an output."""
+
+    result: int
+    value: Atom
+
+
+class _Leaver:
+    """A loop, and which pieces of its results are made outside.
+
+    Here all that changes from step to step counts as varying, so that what is constant in a tail is
+    constant in the loop.
+    """
+
+    def __init__(self, loop: Loop, leaving: Sequence[int], varies: Sequence[bool]) -> None:
+        self.loop, self.step = loop, loop.step.jaxpr
+        self.results = range(len(self.step.outvars))
+        consts, carry, xs = loop.operands(self.step.invars)
+        self.xs = set(xs)
+        self.moving = varying(self.step.eqns, [*carry, *xs])
+
+        self.pieces: list[_Piece] = []
+        in_sums: set[int] = set()
+        for k in leaving:
+            if k >= loop.num_carry:
+                self.pieces.append(_Piece(k, self.step.outvars[k]))
+            elif (found := _as_sum(loop, k)) is not None:
+                addends, additions = found
+                self.pieces += [_Piece(k, v) for v in addends]
+                in_sums |= {id(eqn) for eqn in additions}
+
+        taken_apart = {piece.result for piece in self.pieces}
+        walk = Walk(
+            [eqn for eqn in self.step.eqns if id(eqn) not in in_sums],
+            [*(v for v, v_varies in zip(consts, varies, strict=False) if v_varies), *carry, *xs],
+            [piece.value for piece in self.pieces],
+            [v for k, v in enumerate(self.step.outvars) if k not in taken_apart],
+        )
+        places = range(len(self.pieces))
+        self.tails = [tail for tail in walk.tails(places, places) if _is_smaller(tail)]
+        self.gone = {place for tail in self.tails for place in tail.params}
+
+    def _pieces_of(self, result: int, *, gone: bool) -> list[int]:
+        places = [i for i, piece in enumerate(self.pieces) if piece.result == result]
+        return [i for i in places if (i in self.gone) == gone]
+
+    def _is_made_outside(self, result: int) -> bool:
+        return bool(self._pieces_of(result, gone=True)) and not self._pieces_of(result, gone=False)
+
+    def run(self, ins: Sequence[Any], from_zero: Sequence[bool]) -> list[Any]:
+        loop = self.loop
+        consts, init, xs = loop.operands(ins)
+        kept = [k for k in self.results if not self._is_made_outside(k)]
+        kept_carry = [k for k in kept if k < loop.num_carry]
+        factors = dict.fromkeys(v for tail in self.tails for v in tail.factors)
+        handed_out = [v for v in factors if v in self.moving and v not in self.xs]
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], Any]:
+            before = dict(zip(kept_carry, carry, strict=True))
+            start = [before.get(k, jnp.zeros_like(init[k])) for k in range(loop.num_carry)]
+            env = loop.env(consts, start, x)
+            evaluate(self.step.eqns, env)
+            after = [self._after(k, env, before) for k in kept]
+            last = len(kept_carry)
+            return after[:last], (after[last:], [env[v] for v in handed_out])
+
+        ends, (outputs, stacked) = loop.run(step, [init[k] for k in kept_carry], xs)
+
+        # What does not change in the loop is made once, outside.
+        env = loop.env(consts, init, xs)
+        _evaluate_still(self.step.eqns, env, self.moving)
+        env |= dict(zip(handed_out, stacked, strict=True))
+        with _compat.at_line_of(loop.eqn):
+            made = {place: g for tail in self.tails for place, g in self._make(tail, env)}
+            out: dict[int, Any] = dict(zip(kept, [*ends, *outputs], strict=True))
+            for k in self.results:
+                parts = [made[place] for place in self._pieces_of(k, gone=True)]
+                if k in out:
+                    parts.append(out[k])
+                elif k < loop.num_carry and not from_zero[k]:
+                    parts.append(init[k])
+                out[k] = sum(parts[1:], parts[0])
+        return [out[k] for k in self.results]
+
+    def _after(self, result: int, env: Env, before: dict[int, Any]) -> Any:
+        """A result of a step, without the pieces that are gone."""
+        if not self._pieces_of(result, gone=True):
+            return read(env, self.step.outvars[result])
+        rest = [read(env, self.pieces[i].value) for i in self._pieces_of(result, gone=False)]
+        return sum(rest, before[result])
+
+    def _make(self, tail: Tail, env: Env) -> list[tuple[int, jax.Array]]:
+        """The pieces that a tail makes, by place; in `env` what moves is [length, ...]."""
+        is_sum = [self.pieces[i].result < self.loop.num_carry for i in tail.params]
+        sums = self._sum(tail, env) if any(is_sum) else []
+        stack = self._stack(tail, env) if not all(is_sum) else []
+        return [
+            (i, (sums if is_sum[n] else stack)[n].astype(aval(self.pieces[i].value).dtype))
+            for n, i in enumerate(tail.params)
+        ]
+
+    def _sum(self, tail: Tail, env: Env) -> list[jax.Array]:
+        sums = {term.out: self._sum_of_term(term, env) for term in tail.terms}
+        return tail.from_sums(env, sums, self.loop.length)
+
+    def _sum_of_term(self, term: Term, env: Env) -> jax.Array:
+        length = self.loop.length
+        still = [v for v in term.factors if v not in self.moving]
+        if not still:
+            return term.sum(env, 1)
+        if len(still) == len(term.factors):  # it counts `length` times
+            return term.sum(env | {v: env[v][None] for v in still}, length)
+        if isinstance(term, Product):  # sum_l x^T d_l = x^T sum_l d_l
+            once = {v: env[v] if v in still else jnp.sum(env[v], axis=0) for v in term.factors}
+            return term.sum(env | {v: x[None] for v, x in once.items()}, 1)
+        return term.sum(env | {v: jnp.broadcast_to(env[v], (length, *env[v].shape)) for v in still}, 1)
+
+    def _stack(self, tail: Tail, env: Env) -> list[jax.Array]:
+        axes = [0 if v in self.moving else None for v in tail.factors]
+        factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
+        return jax.vmap(lambda *factors: tail.gradients(factors, constants), in_axes=axes)(*factors)
+
+
+ADDITIONS = (primitives.add_p, primitives.add_jaxvals_p)
+
+
+def _as_sum(loop: Loop, carry: int) -> tuple[list[Atom], list[JaxprEqn]] | None:
+    """The carry as a sum: what is added to it, and the additions.
+
+    It comes in, is used once, in an addition, and so on until it goes out.
+    """
+    step = loop.step.jaxpr
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in step.eqns:
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                readers.setdefault(v, []).append(eqn)
+    v, end = loop.operands(step.invars)[1][carry], step.outvars[carry]
+    addends: list[Atom] = []
+    additions: list[JaxprEqn] = []
+    while v is not end:
+        if len(readers.get(v, ())) != 1 or v in step.outvars:
+            return None
+        (eqn,) = readers[v]
+        if eqn.primitive not in ADDITIONS:
+            return None
+        addends.append(eqn.invars[1] if eqn.invars[0] is v else eqn.invars[0])
+        additions.append(eqn)
+        v = eqn.outvars[0]
+    used_again = readers.get(v) or sum(v is out for out in step.outvars) > 1
+    return None if used_again or not additions else (addends, additions)
+
+
+def leave_branches(
+    eqn: JaxprEqn,
+    branches: Sequence[ClosedJaxpr],
+    leaving: Sequence[int],
+    index_varies: bool,
+    varies: Sequence[bool],
+    ins: Sequence[Any],
+) -> list[Any]:
+    """The results of a conditional, of which those of `leaving` that can are made outside of it.
+
+    `varies` says which operands differ from example to example. If the index does, all branches run,
+    as they would under `vmap`, but without a copy of the weights for every example.
+    """
+    index, *operands = ins
+    results = range(len(eqn.outvars))
+    tails = [_tails_of_branch(branch, leaving, varies) for branch in branches]
+
+    # A result leaves the branches if it can in all of them, together with the others of its tails.
+    gone = set(leaving)
+    while (
+        stay := {k for t in itertools.chain(*tails) if not _can_leave(t, gone) for k in t.params} & gone
+    ):
+        gone -= stay
+    tails = [[t for t in own if gone.issuperset(t.params)] for own in tails]
+    kept = [k for k in results if k not in gone]
+
+    def run(number: int) -> Callable[..., Any]:
+        def branch(*operands: Any) -> Any:
+            env = _given(branches[number], operands)
+            evaluate(branches[number].jaxpr.eqns, env)
+            factors = [
+                [read(env, v) if n == number else jnp.zeros_like(aval(v)) for v in tail.factors]
+                for n, own in enumerate(tails)
+                for tail in own
+            ]
+            return [read(env, branches[number].jaxpr.outvars[k]) for k in kept], factors
+
+        return branch
+
+    runs = [run(number) for number in range(len(branches))]
+    with _compat.at_line_of(eqn):
+        if index_varies:
+            each = [branch(*operands) for branch in runs]
+            values, factors = jax.tree.map(lambda *xs: lax.select_n(index, *xs), *each)
+        else:
+            values, factors = lax.switch(index, runs, *operands)
+        out = dict(zip(kept, values, strict=True))
+        out |= {k: jnp.zeros_like(aval(eqn.outvars[k])) for k in gone}
+        handed_out = iter(factors)
+        for branch, own in zip(branches, tails, strict=True):
+            env = _given(branch, operands)
+            _evaluate_still(
+                branch.jaxpr.eqns, env, varying(branch.jaxpr.eqns, _varying_inputs(branch, varies))
+            )
+            for tail in own:
+                grads = tail.gradients(next(handed_out), [env[v] for v in tail.constants])
+                out |= {
+                    k: out[k] + g.astype(out[k].dtype) for k, g in zip(tail.params, grads, strict=True)
+                }
+    return [out[k] for k in results]
+
+
+def _tails_of_branch(branch: ClosedJaxpr, leaving: Sequence[int], varies: Sequence[bool]) -> list[Tail]:
+    """The tails of a branch that make something other than zeros."""
+    jaxpr = branch.jaxpr
+    walk = Walk(
+        jaxpr.eqns,
+        _varying_inputs(branch, varies),
+        [jaxpr.outvars[k] for k in leaving],
+        [v for k, v in enumerate(jaxpr.outvars) if k not in leaving],
+    )
+    tails = walk.tails(range(len(leaving)), leaving)
+    return [t for t in tails if not all(is_zero(g, walk.made_by) for g in t.grads)]
+
+
+def _can_leave(tail: Tail, together: set[int]) -> bool:
+    return _is_smaller(tail) and not tail.adds and together.issuperset(tail.params)
+
+
+def _varying_inputs(branch: ClosedJaxpr, varies: Sequence[bool]) -> list[Var]:
+    return [v for v, v_varies in zip(branch.jaxpr.invars, varies, strict=True) if v_varies]
+
+
+def _given(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
+    names = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    return dict(zip(names, [*program.consts, *args], strict=True))
+
+
+def _is_smaller(tail: Tail) -> bool:
+    """Whether what a tail is made of is smaller than what it makes."""
+    return bool(tail.terms) and sum(map(size, tail.factors)) < sum(map(size, tail.grads))
+
+
+def _evaluate_still(eqns: Sequence[JaxprEqn], env: Env, moving: set[Var]) -> None:
+    """Runs the equations that depend on nothing that moves."""
+    for eqn in eqns:
+        if eqn.primitive in ONE_TO_ONE:
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            env.update({out: read(env, v) for v, out in pairs if out not in moving})
+        elif not eqn.effects and not moving & variables(eqn.invars):
+            evaluate([eqn], env)
