@@ -208,11 +208,21 @@ def experts_ragged(p: Tree, batch: Tree) -> Array:
     best = jnp.argmax(gate, axis=1)
     order = jnp.argsort(best)
     sizes = jnp.bincount(best, length=7).astype(jnp.int32)
-    # JAX cannot map ragged_dot with one weight for all examples, so these depend on the example.
-    w, v = (p[name] + 0 * jnp.sum(x) for name in "wv")
-    h = jax.nn.gelu(lax.ragged_dot(x[order], w, sizes))
-    y = lax.ragged_dot(h, v, sizes)[jnp.argsort(order)] * jnp.max(gate, axis=1, keepdims=True)
+    h = jax.nn.gelu(lax.ragged_dot(x[order], p["w"], sizes))
+    y = lax.ragged_dot(h, p["v"], sizes)[jnp.argsort(order)] * jnp.max(gate, axis=1, keepdims=True)
     return mse(y.reshape(-1, 4, 2), batch["y"])
+
+
+@case(EXPERTS, SEQ)
+def experts_ragged_by_example(p: Tree, batch: Tree) -> Array:
+    # The weights depend on the example, so the product is mapped over both operands.
+    x = batch["x"].reshape(-1, 3)
+    best = jnp.argmax(gates(p, x), axis=1)
+    order = jnp.argsort(best)
+    sizes = jnp.bincount(best, length=7).astype(jnp.int32)
+    w, v = (p[name] * (1 + jnp.square(jnp.mean(x[-1]))) for name in "wv")
+    y = lax.ragged_dot(jax.nn.gelu(lax.ragged_dot(x[order], w, sizes)), v, sizes)
+    return mse(y[jnp.argsort(order)].reshape(-1, 4, 2), batch["y"])
 
 
 @case(EXPERTS, XY)

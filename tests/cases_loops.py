@@ -76,10 +76,10 @@ def scan_layers_with_norms(p: Tree, batch: Tree) -> Array:
     # Products, sums and sums of products leave one loop stacked; carried and stacked results count.
     def body(x: Array, q: Tree) -> tuple[Array, Array]:
         x = x + jnp.tanh(dense(q["layer"], layer_norm(q["norm"], x)))
-        return x, jnp.mean(x)
+        return x, jnp.mean(jnp.square(x))
 
     x, means = lax.scan(body, batch["x"] @ p["in"], {"norm": p["norm"], "layer": p["layer"]})
-    return mse(x @ p["out"], batch["y"]) + jnp.sum(jnp.square(means))
+    return mse(x @ p["out"], batch["y"]) + jnp.sum(means)
 
 
 @case(ENDS | {"w": param(6, 24), "b": param(6, 4), "s": param(24, around=1.0)}, XY)
