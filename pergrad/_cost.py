@@ -100,7 +100,7 @@ def _meetings(length: int, dilation: int, low: int, *steps: tuple[int, int]) -> 
     found = 0
     for start in s * np.arange(few) - low:
         entry, hole = np.divmod(start + d * np.arange(many), dilation)
-        found += np.count_nonzero((entry >= 0) & (entry < length) & (hole == 0))
+        found += int(np.count_nonzero((entry >= 0) & (entry < length) & (hole == 0)))
     return found
 
 

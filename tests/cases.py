@@ -669,6 +669,8 @@ def cond_on_step(p: Tree, batch: Tree, i: Array) -> Array:
 
 # Convolutions.
 
+conv = functools.partial(lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
 
 @case({"w": param(3, 2, 4), "b": param(4), "out": param(4, 3)}, {"x": data(6, 2), "y": data(3)})
 def conv_1d(p: Tree, batch: Tree) -> Array:
@@ -682,11 +684,89 @@ def conv_1d(p: Tree, batch: Tree) -> Array:
 @case({"a": param(2, 3, 1, 4), "b": param(3, 1, 2, 4), "out": param(4, 3)}, IMAGE)
 def conv_2d(p: Tree, batch: Tree) -> Array:
     # Groups, dilation and max pooling.
-    conv = functools.partial(lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     h = jnp.tanh(conv(batch["x"], p["a"], (1, 1), "SAME", feature_group_count=2))
     h = lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 1, 1), (1, 2, 1, 1), "VALID")
     h = conv(h, p["b"], (1, 1), "VALID", rhs_dilation=(1, 2), feature_group_count=2)
     return mse(jnp.mean(h, axis=(1, 2)) @ p["out"], batch["y"])
+
+
+@case({"w": param(2, 3, 1, 2, 4), "out": param(4, 3)}, {"x": data(4, 3, 5, 2), "y": data(3)})
+def conv_3d(p: Tree, batch: Tree) -> Array:
+    # Three spatial axes, each with its own size, stride, dilation and padding.
+    dims = ("NDHWC", "DHWIO", "NDHWC")
+    pads = ((1, 0), (2, 1), (0, 2))
+    h = lax.conv_general_dilated(batch["x"], p["w"], (1, 2, 3), pads, None, (2, 1, 1), dims)
+    return mse(jnp.mean(jnp.tanh(h), axis=(1, 2, 3)) @ p["out"], batch["y"])
+
+
+@case({"a": param(2, 3, 2, 4), "b": param(2, 2, 4, 3), "out": param(3, 3)}, IMAGE)
+def conv_padding(p: Tree, batch: Tree) -> Array:
+    # Negative padding, and strides that leave rows at the end of the input unread.
+    h = jnp.tanh(conv(batch["x"], p["a"], (2, 1), ((1, -1), (-1, 3))))
+    h = jnp.tanh(conv(h, p["b"], (1, 3), "VALID"))
+    return mse(jnp.mean(h, axis=(1, 2)) @ p["out"], batch["y"])
+
+
+@case({"a": param(3, 2, 2, 4), "b": param(3, 3, 4, 2), "out": param(2, 3)}, IMAGE)
+def conv_transposed(p: Tree, batch: Tree) -> Array:
+    # The input has holes: a transposed convolution, and one with cropped edges between the holes.
+    h = jnp.tanh(lax.conv_transpose(batch["x"], p["a"], (2, 3), "SAME"))
+    h = jnp.tanh(conv(h, p["b"], (3, 1), ((0, 1), (-2, 2)), lhs_dilation=(2, 2), rhs_dilation=(1, 3)))
+    return mse(jnp.mean(h, axis=(1, 2)) @ p["out"], batch["y"])
+
+
+@case({"a": param(2, 3, 1, 6), "b": param(3, 1, 2, 3), "out": param(3, 3)}, IMAGE)
+def conv_depthwise(p: Tree, batch: Tree) -> Array:
+    # Groups of one feature in and several out, of several in and one out, with strides and dilation.
+    h = jnp.tanh(conv(batch["x"], p["a"], (1, 1), "SAME", rhs_dilation=(2, 1), feature_group_count=2))
+    h = jnp.tanh(conv(h, p["b"], (2, 2), "SAME", feature_group_count=3))
+    return mse(jnp.mean(h, axis=(1, 2)) @ p["out"], batch["y"])
+
+
+@case({"a": param(4, 2, 2, 3), "b": param(2, 3, 3, 4), "out": param(3, 3)}, IMAGE)
+def conv_layouts(p: Tree, batch: Tree) -> Array:
+    # Features first, and axes in an order that is not its own inverse.
+    x = jnp.transpose(batch["x"], (0, 3, 1, 2))
+    h = lax.conv_general_dilated(x, p["a"], (1, 2), "SAME", dimension_numbers=("NCHW", "OIHW", "WNCH"))
+    dims = ("WNCH", "HWOI", "CHNW")
+    h = lax.conv_general_dilated(jnp.tanh(h), p["b"], (1, 1), "VALID", dimension_numbers=dims)
+    return mse(jnp.mean(jnp.tanh(h), axis=(1, 3)).T @ p["out"], batch["y"])
+
+
+@case({"w": param(3, 3, 2, 2), "gain": param(2, around=1.0), "out": param(2, 3)}, IMAGE)
+def conv_standardised(p: Tree, batch: Tree) -> Array:
+    # One kernel in two layers, with zero mean and unit variance: two terms, then steps that mix them.
+    w = p["w"] - jnp.mean(p["w"], axis=(0, 1, 2), keepdims=True)
+    w = w * lax.rsqrt(jnp.mean(jnp.square(w), axis=(0, 1, 2), keepdims=True) + 1e-3)
+    h = jnp.tanh(conv(batch["x"], w * over(p["gain"], w), (1, 1), "SAME"))
+    return mse(jnp.mean(jnp.tanh(conv(h, w, (2, 2), "VALID")), axis=(1, 2)) @ p["out"], batch["y"])
+
+
+@case(
+    {"a": param(2, 3, 1, 2), "b": param(3, 2, 2, 2, 4), "out": param(4, 2)},
+    {"x": data(3, 4, 5), "y": data(2)},
+)
+def conv_mapped(p: Tree, batch: Tree) -> Array:
+    # Three frames in an example, which all have one kernel, and then each its own.
+    h = jax.vmap(lambda x: conv(x[..., None], p["a"], (1, 1), "SAME"), in_axes=1)(batch["x"])
+    h = jax.vmap(lambda x, w: conv(x, w, (1, 2), "VALID"))(jnp.tanh(h), p["b"])
+    return mse(jnp.mean(jnp.tanh(h), axis=(0, 2, 3)) @ p["out"], batch["y"])
+
+
+@case({"a": param(130, 1, 2), "b": param(2, 2, 4), "c": param(3, 4)}, {"x": ids(7, 6, 2), "y": ids(3)})
+def conv_without_rule(p: Tree, batch: Tree) -> Array:
+    # A kernel with more positions than are sliced, and groups of the batch axis; then no spatial axis.
+    conv = functools.partial(lax.conv_general_dilated, dimension_numbers=("NWC", "WIO", "NWC"))
+
+    def halves(x: Array) -> Array:
+        # The two halves of an example's positions, as a batch of two, meet two halves of the kernel.
+        h = conv(x.reshape(2, 3, 2), p["b"], (1,), "VALID", batch_group_count=2)
+        return jnp.mean(jnp.tanh(h[0]), axis=0)
+
+    x = batch["x"].astype(p["a"].dtype) / 7
+    h = jnp.tanh(conv(x, p["a"], (1,), ((64, 65),), feature_group_count=2))
+    logits = lax.conv_general_dilated(jax.vmap(halves)(h), p["c"], (), ())
+    return cross_entropy(logits, batch["y"])
 
 
 # Transformers: embeddings, positions, norms, causal attention with [D, H, K] weights, MLP, head.

@@ -1,0 +1,207 @@
+"""For Flax NNX: losses that take the module itself, `loss(model, batch)`, as `nnx.value_and_grad` does.
+
+The modules among the arguments are split, as one graph, into the variables to differentiate and all
+other state. The loss of one example merges them again. Examples run side by side and none sees another,
+so the state that the loss leaves behind has to be the same whichever example it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.custom_batching import custom_vmap
+from jax.extend.core import jaxpr_as_fun
+
+from pergrad import _api, _check
+from pergrad._compat import drop_dead_code
+from pergrad._errors import ArgumentError, NotPerExampleError
+from pergrad._plan import Plan
+
+
+def value_and_stats(
+    fun: Callable[..., Any], stats: Any, argnums: Any = 0, *, wrt: Any = nnx.Param, **options: Any
+) -> Callable[..., Any]:
+    """As `pergrad.value_and_stats`, for a loss that takes NNX modules.
+
+    A result is an `nnx.State` like that of `nnx.grad`. The modules are left in the state in which
+    `nnx.grad` leaves them: their RNG streams have moved on. Example i has streams of its own (dropout),
+    whose keys are `jax.random.fold_in(key, i)` of the next key of each stream.
+
+    Args:
+      fun: the loss. Any positional argument may be a module or an `nnx.Rngs`.
+      stats: as for `pergrad.value_and_stats`.
+      argnums: the module or modules to differentiate.
+      wrt: a filter of the variables to differentiate, as in `nnx.Optimizer`.
+      **options: as for `pergrad.value_and_stats`.
+
+    The function raises `NotPerExampleError` if the loss writes to a module what it computed from the
+    examples, as batch norm does in training mode.
+
+    >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    >>> loss = lambda model, x: jnp.mean(model(x))
+    >>> stats_fn = pg.nnx.value_and_stats(loss, {"mean": pg.Mean(), "variance": pg.Variance()})
+    >>> value, stats = stats_fn(model, jnp.array([[1.0, 2.0], [1.0, 4.0]]))
+    >>> stats["mean"]["kernel"][...].ravel(), stats["variance"]["kernel"][...].ravel()
+    (Array([1., 3.], dtype=float32), Array([0., 2.], dtype=float32))
+    """
+
+    _api.value_and_stats(fun, stats, argnums, **options)  # It says now what cannot be right.
+
+    def stats_fn(*args: Any, **kwargs: Any) -> Any:
+        # Not in the signature: nnx.vmap and nnx.scan refuse functions that have defaults for keywords.
+        example_weights = kwargs.pop("example_weights", None)
+        call = _Call(fun, args, kwargs, argnums, wrt, options)
+        result = _api.value_and_stats(call.loss, stats, argnums, **options)(
+            *call.args, example_weights=example_weights, **kwargs
+        )
+        nnx.update(call.modules, call.state_after())
+        return result
+
+    return stats_fn
+
+
+def explain(
+    fun: Callable[..., Any], stats: Any, argnums: Any = 0, *, wrt: Any = nnx.Param, **options: Any
+) -> Callable[..., Plan]:
+    """As `pergrad.explain`, for a loss that takes NNX modules."""
+
+    _api.explain(fun, stats, argnums, **options)
+
+    def plan_of(*args: Any, **kwargs: Any) -> Plan:
+        call = _Call(fun, args, kwargs, argnums, wrt, options)
+        return _api.explain(call.loss, stats, argnums, **options)(*call.args, **kwargs)
+
+    return plan_of
+
+
+def check(
+    fun: Callable[..., Any], argnums: Any = 0, *, wrt: Any = nnx.Param, **options: Any
+) -> Callable[..., None]:
+    """As `pergrad.check`, for a loss that takes NNX modules. It leaves them as they are."""
+
+    _check.check(fun, argnums, **options)
+
+    def check_loss(*args: Any, **kwargs: Any) -> None:
+        call = _Call(fun, args, kwargs, argnums, wrt, options)
+        try:
+            _check.check(call.loss, argnums, **options)(*call.args, **kwargs)
+        except NotPerExampleError:
+            before, after = _state(call.modules), call.state_after()
+            counts = (jax.tree.leaves(nnx.filter_state(s, nnx.RngCount)) for s in (before, after))
+            if any(jnp.any(a != b) for a, b in zip(*counts, strict=True)):
+                raise ArgumentError(
+                    "check cannot compare a loss that draws random numbers: the whole batch and single "
+                    "examples draw different ones. Switch the randomness off: model.eval()."
+                ) from None
+            raise
+        call.state_after()
+
+    return check_loss
+
+
+class _Call:
+    """One call, in the words of the functions that know no modules.
+
+    In `args` a module's place is taken by its parameters, and the first batch is paired with the numbers
+    of its examples, from which they get their own randomness.
+    """
+
+    def __init__(self, fun: Any, args: Any, kwargs: Any, argnums: Any, wrt: Any, options: Any) -> None:
+        self.fun, self.kwargs = fun, kwargs
+        self.keep_batch_dim = options.get("keep_batch_dim", True)
+        own = _places("argnums", argnums, args)
+        self.batch = _places("batch_argnums", options.get("batch_argnums", 1), args)
+        self.rng = _places("rng_argnums", options.get("rng_argnums", ()), args)
+        self.modules = {str(n): x for n, x in enumerate(args) if isinstance(x, nnx.Pytree)}
+        is_wrt, names = nnx.filterlib.to_predicate(wrt), {str(n) for n in own}
+        self.graphdef, params, self.rest = nnx.split(
+            self.modules, lambda path, x: path[0] in names and is_wrt(path[1:], x), ...
+        )
+        self.args = list(args)
+        for n in self.modules:
+            self.args[int(n)] = params.get(n, nnx.State({}))
+        leaves = jax.tree.leaves(args[self.batch[0]])
+        self.size = next((jnp.shape(x)[0] for x in leaves if jnp.ndim(x)), 1)
+        self.args[self.batch[0]] = args[self.batch[0]], jnp.arange(self.size)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, of arguments like `args`."""
+        return self._run(args, kwargs)[0]
+
+    def _run(self, args: Iterable[Any], kwargs: Any) -> tuple[Any, Any]:
+        """The loss, and the modules' state after it."""
+        args = list(args)
+        args[self.batch[0]], numbers = args[self.batch[0]]
+        params = nnx.State({n: args[int(n)].raw_mapping for n in self.modules})
+        # Trees that are built again have variables of their own, and the loss may write to them.
+        modules = nnx.merge(self.graphdef, *jax.tree.map(lambda x: x, (params, self.rest)))
+        for _, node in nnx.iter_graph(modules):
+            if isinstance(node, nnx.RngStream):
+                node.key[...] = _own_key(node.key[...], node.count[...], jnp.ravel(numbers)[0])
+        for n, module in modules.items():
+            args[int(n)] = module
+        return self.fun(*args, **kwargs), _state(modules)
+
+    def state_after(self) -> Any:
+        """The modules' state after the loss, if it does not depend on the examples."""
+
+        def of_one(examples: Any) -> Any:
+            args = list(self.args)
+            for n, x in examples.items():
+                keep = n in self.batch and self.keep_batch_dim
+                args[n] = jax.tree.map(lambda leaf: leaf[None], x) if keep else x
+            number = examples[self.batch[0]][1]
+            return _the_same_for_all(number, self._run(args, self.kwargs)[1])
+
+        examples = {n: self.args[n] for n in self.batch}
+        for n in self.rng:
+            examples[n] = jax.tree.map(lambda key: jax.random.split(key, self.size), self.args[n])
+        after = jax.make_jaxpr(lambda: jax.vmap(of_one, out_axes=None)(examples), return_shape=True)
+        program, state = after()
+        # What is left of the program is what counts up; the model is not run.
+        leaves = jaxpr_as_fun(program.replace(jaxpr=drop_dead_code(program.jaxpr)))()
+        return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+@custom_vmap
+def _the_same_for_all(number: Any, state: Any) -> Any:
+    return state
+
+
+# The number differs from example to example, so that this meets their `vmap` and no other.
+@_the_same_for_all.def_vmap
+def _rule(size: int, differs: Any, number: Any, state: Any) -> Any:
+    for (argument, *path), by_example in jax.tree_util.tree_leaves_with_path(differs[1]):
+        if by_example:
+            name = jax.tree_util.keystr(tuple(path))
+            raise NotPerExampleError(
+                f"the loss writes to {name} of argument {argument.key} what it computed from the "
+                "examples. They do not see each other, so this has another value for each. Running "
+                "statistics of batch norm: freeze them with model.eval() or use_running_average=True. "
+                "Something to look at: return it as aux (has_aux=True)."
+            )
+    return state, differs[1]
+
+
+def _own_key(key: jax.Array, count: jax.Array, number: jax.Array) -> jax.Array:
+    """A key for one example, from the next key of a stream (or of each stream of a stack of them)."""
+
+    def fold(key: jax.Array, count: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, count), number)
+
+    return jax.vmap(fold)(key.ravel(), count.ravel()).reshape(key.shape)
+
+
+def _state(modules: Any) -> Any:
+    return nnx.state(modules, nnx.Not(nnx.RngKey))
+
+
+def _places(name: str, numbers: Any, args: Any) -> tuple[int, ...]:
+    numbers, n = numbers if isinstance(numbers, (tuple, list)) else (numbers,), len(args)
+    if not all(-n <= number < n for number in numbers):
+        raise ArgumentError(f"{name}={numbers} does not fit the {n} positional arguments of this call.")
+    return tuple(number % n for number in numbers)
