@@ -239,3 +239,27 @@ def test_bad_arguments_are_named(params, batch):
         pg.check(lambda p, b: predict(p, b["x"]))(params, batch)
     with pytest.raises(pg.ArgumentError, match=r"\['y'\]: 3"):
         pg.check(squared_error)(params, batch | {"y": batch["y"][:3]})
+
+
+def test_a_gradient_that_is_zero_but_for_rounding():
+    # Softmax does not change if all logits do: what is left of the bias's gradient is rounding.
+    def loss(p, x):
+        return jnp.mean(jnp.sum(jax.nn.softmax(x @ p["w"] + p["b"][None]) * jnp.arange(8.0)[None], -1))
+
+    p = {
+        "w": jax.random.normal(jax.random.key(0), (5, 8), jnp.float32),
+        "b": jnp.full(1, 0.3, jnp.float32),
+    }
+    pg.check(loss)(p, jax.random.normal(jax.random.key(1), (6, 5), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "function, p, message",
+    [
+        (jnp.log, -1.0, "the loss of these examples is NaN"),
+        (jnp.sqrt, 0.0, "the gradient of args\\[0\\] is NaN or infinite"),
+    ],
+)
+def test_nothing_to_compare(function, p, message):
+    with pytest.raises(pg.ArgumentError, match=message):
+        pg.check(lambda p, x: jnp.mean(function(x @ p)))(jnp.full(30, p), jnp.ones((6, 30)))
