@@ -81,7 +81,9 @@ def check(
         _check_finite(seen, leaves)
         # A gradient that is zero but for rounding (a bias before a softmax) is measured by the others.
         least = 4 * eps / tolerance * np.sqrt(np.sum(_flat(square)))
-        wrong = [path for path, a, b, sq in leaves if not seen.close(a, b, np.sqrt(np.sum(sq)) + least)]
+        scales = [max(np.sqrt(np.sum(sq)), least) for *_, sq in leaves]
+        pairs = zip(leaves, scales, strict=True)
+        wrong = [path for (path, a, b, _), scale in pairs if not seen.close(a, b, scale)]
         if wrong or not seen.close(value, whole, np.mean(np.abs(losses))):
             raise NotPerExampleError(_message(wrong, seen))
 
