@@ -50,7 +50,7 @@ class Convolution(Term):
     def match(
         eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
     ) -> Convolution | None:
-        if len(varying) < 2 or eqn.params["feature_group_count"] > 99:
+        if len(varying) < 2 or eqn.params["feature_group_count"] > 1:
             return None
         term = Convolution(eqn, eqn.outvars[0], distinct(eqn.invars))
         return term if 0 < math.prod(term.positions) <= MOST_POSITIONS else None
