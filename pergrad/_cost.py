@@ -124,6 +124,7 @@ OPERATIONS: dict[Primitive, Callable[[JaxprEqn], float]] = {
     _compat.ragged_dot_general_p: _ragged_product,
     **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.cumsum_p], _reduction),
 }
+CONVOLUTIONS = (p.conv_general_dilated_p,)
 MOVES = (
     p.broadcast_in_dim_p,
     p.concatenate_p,

@@ -174,18 +174,23 @@ def _choose_microbatch_size(
 
     With a bytes of activations for an example, temporary memory of m a bytes has to be had from the
     operating system and paged in, and B / m times the states of all statistics, p bytes, are read and
-    written: m a / fresh rate + (B / m) (2 p / memory rate + loop step).
+    written: m a / fresh rate + (B / m) (2 p / memory rate + loop step). States of tails in loops, q
+    bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. On the CPU XLA runs
+    convolutions in loops several times slower than outside, so they are not put into one.
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
-    p = len(statistics) * sum(_cost.nbytes(g) for g in cut.program.grads)
+    in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
+    states = [len(statistics) * _cost.nbytes(g) for g in cut.program.grads]
+    p, q = sum(states), sum(states[param] for param in in_loops)
 
     def seconds(m: int) -> float:
-        step = 2 * p / device.memory_rate + device.loop_step
+        step = 2 * p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
         return m * a / device.fresh_rate + batch_size / m * step
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     fitting = [m for m in divisors if m * a <= device.working_set] or [1]
-    return min(fitting, key=seconds)
+    convolves = any(eqn.primitive in _cost.CONVOLUTIONS for eqn in cut.backbone)
+    return max(fitting) if convolves and device.name == "cpu" else min(fitting, key=seconds)
 
 
 def _backbone_bytes(cut: Cut, size: int) -> float:

@@ -113,10 +113,11 @@ class Prices:
 
     @property
     def formed(self) -> float:
-        """Bytes of what is formed for one example: the gradients, and terms that are mixed into them."""
+        """Bytes of what is formed for one example: the gradients, terms that are mixed into them, and
+        what these take."""
         mixes = any(STEPS[step.primitive].family == "mix" for step in self.tail.steps)
         terms = sum(_cost.nbytes(term.out) for term in self.tail.terms if term.eqn is not None)
-        return self.gradient + (terms if mixes else 0)
+        return self.gradient + sum(t.scratch for t in self.tail.terms) + (terms if mixes else 0)
 
     @property
     def factors(self) -> float:
@@ -189,7 +190,7 @@ class Prices:
     def streamed(self) -> Streamed:
         """The streamed strategy with as many examples at a time as this device likes."""
         if self.device.stream_size:
-            at_a_time = int(self.device.stream_size / max(self.gradient, 1))
+            at_a_time = int(self.device.stream_size / max(self.formed, 1))
             return Streamed(max(1, min(at_a_time, self.size)), batched=True)
         products = (self.term_operations + self.step_operations) / self.device.product_rate
         passes = self._memory(self.gradient * (1 + 2 * self.statistics), at_once=0)

@@ -39,6 +39,11 @@ class Term(abc.ABC):
         """How many contributions are added up in one example; 1 for an outer product."""
         return 1
 
+    @property
+    def scratch(self) -> int:
+        """Bytes that forming one example's term takes beside the term itself."""
+        return 0
+
     def form(self, env: Env) -> None:
         """Adds one example's term to `env`, which holds the factors."""
         if self.eqn is not None:

@@ -66,6 +66,13 @@ class Convolution(Term):
         _, _, *spatial = self.eqn.params["dimension_numbers"].out_spec
         return tuple(aval(self.out).shape[a] for a in spatial)
 
+    @property
+    def scratch(self) -> int:
+        """The patches."""
+        x = aval(self.eqn.invars[0])
+        features = x.shape[self.eqn.params["dimension_numbers"].lhs_spec[0]]
+        return math.prod(self.positions) * self.contributions * features * x.dtype.itemsize
+
     def form(self, env: Env) -> None:
         x, y = (read(env, v) for v in self.eqn.invars)
         dims, groups = self.eqn.params["dimension_numbers"], self.eqn.params["batch_group_count"]
