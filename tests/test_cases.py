@@ -32,6 +32,8 @@ VARIANTS = list(itertools.product((True, False), ("none", "weights", "padded"), 
 ERROR_OF_CASE = {
     # In bfloat16 a maximum of this model falls on another entry: the plain loop is off by 0.19 as well.
     ("conv_2d", "bfloat16"): 0.4,
+    # A product of two activations of which one is near 0: the plain loop is off by as much.
+    ("cond_in_scan_by_example", "bfloat16"): 0.2,
     # JAX's attention computes its softmax in float32.
     ("attention_of_jax", "float64"): 1e-5,
     ("attention_grouped", "float64"): 1e-5,
