@@ -77,7 +77,7 @@ def support_page() -> str:
         "| primitive of the gradient | from | term | strategies |",
         "|---|---|---|---|",
     ]
-    terms = [_term_row(primitive) for primitive in TERMS]
+    terms = sorted(_term_row(primitive) for primitive in TERMS)
     steps = ["", "## Steps after a term", "", "| family | primitives |", "|---|---|"]
     for family, meaning in FAMILIES.items():
         names = sorted(f"`{p.name}`" for p, step in STEPS.items() if step.family == family)

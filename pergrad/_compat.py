@@ -28,6 +28,7 @@ __all__ = [
     "aval",
     "bind",
     "drop_dead_code",
+    "has_user_line",
     "name_p",
     "optimization_barrier_p",
     "ragged_dot_general_p",
@@ -82,6 +83,10 @@ def user_line(eqn: JaxprEqn) -> str:
     if frame is None:
         return "an unknown line"
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+def has_user_line(eqn: JaxprEqn) -> bool:
+    return source_info_util.user_frame(eqn.source_info.traceback) is not None
 
 
 def aval(v: Atom) -> Any:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from pergrad import _compat, _cost, _price
+from pergrad import _cost, _price
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
@@ -159,7 +159,7 @@ def _why(strategy: Strategy, tail: Tail, size: int) -> str:
         return "one example at a time"
     for term in tail.terms:
         if isinstance(term, Total) and not term.is_sum and term.made_by is not None:
-            return f"made by {term.made_by.primitive} at {_compat.user_line(term.made_by)}"
+            return term.origin
     if strategy.name == "materialise":
         return "small"
     positions = max(term.contributions for term in tail.terms)

@@ -22,9 +22,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Literal, Var
 from pergrad._cost import size
-from pergrad._eval import rounds
+from pergrad._eval import distinct, rounds
 from pergrad._flow import is_in, variables, varying
 from pergrad._loop import Loop
 from pergrad._steps import STEPS
@@ -178,7 +179,9 @@ class Walk:
             if not isinstance(v, Literal) and v not in made_here
         )
         terms = tuple(
-            self.terms.get(v) or Total.of(v, self.made_by.get(v)) for v in read_here if v in self.varies
+            self.terms.get(v) or Total.of(v, self.made_by.get(v), self._origin(v))
+            for v in read_here
+            if v in self.varies
         )
         factors = dict.fromkeys(v for term in terms for v in term.factors)
         of_terms = [v for t in terms if t.eqn for v in t.eqn.invars if not isinstance(v, Literal)]
@@ -193,6 +196,24 @@ class Walk:
             adds=any(self._adds(eqn) for eqn in steps),
             levels=levels,
         )
+
+    def _origin(self, v: Var) -> str:
+        """What made the entries of `v` before they were moved, and the user's line, or one before it."""
+        eqn = self.made_by.get(v)
+        while eqn is not None and self._is_move(eqn) and (before := self._before(eqn)) is not None:
+            eqn = before
+        near = eqn
+        while near is not None and not _compat.has_user_line(near):
+            near = self._before(near)
+        if eqn is None:
+            return "given as it is"
+        line = _compat.user_line(near or eqn)
+        return f"made by {eqn.primitive} {'at' if near is eqn else 'after'} {line}"
+
+    def _before(self, eqn: JaxprEqn) -> JaxprEqn | None:
+        """The equation that made the first operand that varies."""
+        operands = [v for v in distinct(eqn.invars) if v in self.varies]
+        return self.made_by.get(operands[0]) if operands else None
 
     def _adds(self, eqn: JaxprEqn) -> bool:
         """Whether a step adds something that does not vary, other than zeros."""

@@ -20,17 +20,21 @@ from pergrad.terms._term import Term
 
 @dataclasses.dataclass(frozen=True)
 class Total(Term):
-    """`made_by` is the equation of the backbone that makes the value, if there is one."""
+    """`made_by` is the equation of the backbone that makes the value, if there is one.
+
+    `origin` says in words what made its entries.
+    """
 
     made_by: JaxprEqn | None = None
+    origin: str = ""
 
     @property
     def kind(self) -> str:
         return "sum" if self.is_sum else "value"
 
     @staticmethod
-    def of(value: Var, made_by: JaxprEqn | None) -> Total:
-        return Total(None, value, (value,), made_by)
+    def of(value: Var, made_by: JaxprEqn | None, origin: str) -> Total:
+        return Total(None, value, (value,), made_by, origin)
 
     @property
     def is_sum(self) -> bool:
