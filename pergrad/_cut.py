@@ -59,15 +59,7 @@ class Cut(Part):
 
 def make_cut(program: Program, elementwise: bool) -> Cut:
     """Cuts the gradient program of one example; `elementwise` says whether all statistics are."""
-    places = range(len(program.grads))
-    walk = Walk(
-        program.jaxpr.eqns,
-        program.example,
-        program.grads,
-        [program.value, *program.aux],
-        places if elementwise else (),
-    )
-    part = _cut(walk, places, ())
+    part = _cut(Walk.through(program, elementwise), range(len(program.grads)), ())
     return Cut(part.backbone, part.tails, part.loops, part.varies, program)
 
 
@@ -80,14 +72,8 @@ def _cut(walk: Walk, params: Sequence[int], levels: tuple[Level, ...]) -> Part:
             continue
         in_loops |= {o.place for o in opened}
         taken = [o.result for o in opened]
-        results = loop.step.jaxpr.outvars
-        inside = Walk(
-            loop.step.jaxpr.eqns,
-            loop.varying_inputs([is_in(v, walk.varies) for v in eqn.invars]),
-            [results[k] for k in taken],
-            [v for k, v in enumerate(results) if k not in taken],
-            range(len(taken)),
-        )
+        given = loop.varying_inputs([is_in(v, walk.varies) for v in eqn.invars])
+        inside = Walk.inside(loop.step.jaxpr, given, taken, range(len(taken)))
         ways = {params[o.place]: (o.v, o.moves, walk.grads[o.place]) for o in opened}
         step = _cut(inside, [params[o.place] for o in opened], (Level(loop.length, ways), *levels))
         loops[id(eqn)] = CutLoop(loop, frozenset(taken), step)

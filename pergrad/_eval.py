@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import primitives
 
 from pergrad import _compat
-from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
+from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
 
 Env = dict[Var, Any]
 
@@ -17,6 +17,12 @@ Env = dict[Var, Any]
 def distinct(atoms: Iterable[Atom]) -> tuple[Var, ...]:
     """The variables among these, each once."""
     return tuple(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
+
+
+def given(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
+    """What a program starts from: its constants and its inputs."""
+    names = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    return dict(zip(names, [*program.consts, *args], strict=True))
 
 
 def read(env: Env, atom: Atom) -> Any:

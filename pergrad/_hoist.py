@@ -20,6 +20,7 @@ Here the program is walked through, from the inside out; one loop or conditional
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import jax
 from jax.extend.core import primitives
 
 from pergrad._compat import ClosedJaxpr, JaxprEqn, Primitive, aval
-from pergrad._eval import Env, evaluate, read
+from pergrad._eval import evaluate, given, read
 from pergrad._flow import is_in
 from pergrad._leave import leave_branches, leave_loop
 from pergrad._loop import LOOPS, Loop
@@ -44,13 +45,7 @@ def hoist(program: Program, elementwise: bool) -> Program:
     """
     if not any(eqn.primitive in RULES for eqn in program.jaxpr.eqns):
         return program
-    walk = Walk(
-        program.jaxpr.eqns,
-        program.example,
-        program.grads,
-        [program.value, *program.aux],
-        range(len(program.grads)) if elementwise else (),
-    )
+    walk = Walk.through(program, elementwise)
     return program.replaced_by(_hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts)))
 
 
@@ -61,7 +56,7 @@ def _hoisted(walk: Walk, program: ClosedJaxpr) -> ClosedJaxpr:
         return program
 
     def run(*args: Any) -> list[Any]:
-        env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
+        env = given(program, args)
         for eqn in jaxpr.eqns:
             rule = RULES.get(eqn.primitive)
             if rule is None:
@@ -80,14 +75,8 @@ def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     varies = [is_in(v, walk.varies) for v in eqn.invars]
     leaving = walk.leaving[id(eqn)]
     reduced_inside = {o.result for o in walk.opened.get(id(eqn), ())}
-    results = loop.step.jaxpr.outvars
-    inside = Walk(
-        loop.step.jaxpr.eqns,
-        loop.varying_inputs(varies),
-        [results[k] for k in leaving],
-        [v for k, v in enumerate(results) if k not in leaving],
-        [i for i, k in enumerate(leaving) if k in reduced_inside],
-    )
+    elementwise = [i for i, k in enumerate(leaving) if k in reduced_inside]
+    inside = Walk.inside(loop.step.jaxpr, loop.varying_inputs(varies), leaving, elementwise)
     loop = Loop(eqn, _hoisted(inside, loop.step))
     from_zero = [is_zero(v, walk.made_by) for v in loop.operands(eqn.invars)[1]]
     return leave_loop(loop, [k for k in leaving if k not in reduced_inside], varies, from_zero, ins)
@@ -96,15 +85,10 @@ def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
 def _from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
     leaving = walk.leaving[id(eqn)]
-    branches = []
-    for branch in eqn.params["branches"]:
-        inside = Walk(
-            branch.jaxpr.eqns,
-            [v for v, v_varies in zip(branch.jaxpr.invars, varies, strict=True) if v_varies],
-            [branch.jaxpr.outvars[k] for k in leaving],
-            [v for k, v in enumerate(branch.jaxpr.outvars) if k not in leaving],
-        )
-        branches.append(_hoisted(inside, branch))
+    branches = [
+        _hoisted(Walk.inside(b.jaxpr, itertools.compress(b.jaxpr.invars, varies), leaving), b)
+        for b in eqn.params["branches"]
+    ]
     return leave_branches(eqn, branches, leaving, index_varies, varies, ins)
 
 

@@ -15,7 +15,7 @@ from jax.extend.core import primitives
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
 from pergrad._cost import size
-from pergrad._eval import Env, evaluate, read
+from pergrad._eval import Env, evaluate, given, read
 from pergrad._flow import variables, varying
 from pergrad._loop import Loop
 from pergrad._steps import ONE_TO_ONE
@@ -73,7 +73,7 @@ class _Leaver:
         taken_apart = {piece.result for piece in self.pieces}
         walk = Walk(
             [eqn for eqn in self.step.eqns if id(eqn) not in in_sums],
-            [*(v for v, v_varies in zip(consts, varies, strict=False) if v_varies), *carry, *xs],
+            [*itertools.compress(consts, varies), *carry, *xs],
             [piece.value for piece in self.pieces],
             [v for k, v in enumerate(self.step.outvars) if k not in taken_apart],
         )
@@ -220,7 +220,7 @@ def leave_branches(
 
     def run(number: int) -> Callable[..., Any]:
         def branch(*operands: Any) -> Any:
-            env = _given(branches[number], operands)
+            env = given(branches[number], operands)
             evaluate(branches[number].jaxpr.eqns, env)
             factors = [
                 [read(env, v) if n == number else jnp.zeros_like(aval(v)) for v in tail.factors]
@@ -242,10 +242,8 @@ def leave_branches(
         out |= {k: jnp.zeros_like(aval(eqn.outvars[k])) for k in gone}
         handed_out = iter(factors)
         for branch, own in zip(branches, tails, strict=True):
-            env = _given(branch, operands)
-            _evaluate_still(
-                branch.jaxpr.eqns, env, varying(branch.jaxpr.eqns, _varying_inputs(branch, varies))
-            )
+            env, eqns = given(branch, operands), branch.jaxpr.eqns
+            _evaluate_still(eqns, env, varying(eqns, itertools.compress(branch.jaxpr.invars, varies)))
             for tail in own:
                 grads = tail.gradients(next(handed_out), [env[v] for v in tail.constants])
                 out |= {
@@ -256,28 +254,13 @@ def leave_branches(
 
 def _tails_of_branch(branch: ClosedJaxpr, leaving: Sequence[int], varies: Sequence[bool]) -> list[Tail]:
     """The tails of a branch that make something other than zeros."""
-    jaxpr = branch.jaxpr
-    walk = Walk(
-        jaxpr.eqns,
-        _varying_inputs(branch, varies),
-        [jaxpr.outvars[k] for k in leaving],
-        [v for k, v in enumerate(jaxpr.outvars) if k not in leaving],
-    )
+    walk = Walk.inside(branch.jaxpr, itertools.compress(branch.jaxpr.invars, varies), leaving)
     tails = walk.tails(range(len(leaving)), leaving)
     return [t for t in tails if not all(is_zero(g, walk.made_by) for g in t.grads)]
 
 
 def _can_leave(tail: Tail, together: set[int]) -> bool:
     return _is_smaller(tail) and not tail.adds and together.issuperset(tail.params)
-
-
-def _varying_inputs(branch: ClosedJaxpr, varies: Sequence[bool]) -> list[Var]:
-    return [v for v, v_varies in zip(branch.jaxpr.invars, varies, strict=True) if v_varies]
-
-
-def _given(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
-    names = [*program.jaxpr.constvars, *program.jaxpr.invars]
-    return dict(zip(names, [*program.consts, *args], strict=True))
 
 
 def _is_smaller(tail: Tail) -> bool:

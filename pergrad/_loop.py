@@ -10,6 +10,7 @@ It is rebuilt with the public `lax.scan`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from jax.extend.core import primitives
 
 from pergrad import _compat
 from pergrad._compat import ClosedJaxpr, JaxprEqn, Primitive, Var
-from pergrad._eval import Env
+from pergrad._eval import Env, given
 from pergrad._flow import is_in, varying
 
 T = TypeVar("T")
@@ -52,8 +53,7 @@ class Loop:
 
     def env(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Env:
         """What is given to one step."""
-        names = [*self.step.jaxpr.constvars, *self.step.jaxpr.invars]
-        return dict(zip(names, [*self.step.consts, *consts, *carry, *xs], strict=True))
+        return given(self.step, [*consts, *carry, *xs])
 
     def run(self, step: Callable[[Any, Any], Any], init: Any, xs: Any) -> Any:
         """`lax.scan` with this loop's length, direction and unrolling, at the user's line."""
@@ -61,17 +61,17 @@ class Loop:
         with _compat.at_line_of(self.eqn):
             return lax.scan(step, init, xs, **options)
 
-    def varying_inputs(self, given: Sequence[bool]) -> list[Var]:
-        """Which of a step's inputs vary, if of the operands those `given` do.
+    def varying_inputs(self, varies: Sequence[bool]) -> list[Var]:
+        """Which of a step's inputs vary, if of the operands those do for which `varies` is true.
 
         What varies in the carry after one step does so in the next.
         """
-        consts, carry, xs = self.operands(given)
+        consts, carry, xs = self.operands(varies)
         inputs, results = self.step.jaxpr.invars, self.step.jaxpr.outvars
         while True:
-            chosen = [v for v, is_given in zip(inputs, [*consts, *carry, *xs], strict=True) if is_given]
-            varies = varying(self.step.jaxpr.eqns, chosen)
-            after = [is_in(v, varies) for v in results[: self.num_carry]]
+            chosen = list(itertools.compress(inputs, [*consts, *carry, *xs]))
+            reached = varying(self.step.jaxpr.eqns, chosen)
+            after = [is_in(v, reached) for v in results[: self.num_carry]]
             wider = [a or b for a, b in zip(carry, after, strict=True)]
             if wider == carry:
                 return chosen

@@ -3,7 +3,8 @@
 The program of one example is evaluated under `jax.vmap`, the backbone as it stands. A tail is a call
 with a batching rule of its own (`custom_vmap`): for a batch it reduces over the examples and returns
 the states of its statistics, which have no example axis any more. The tails come after the whole
-backbone, so that XLA is free to run each as soon as its factors are there.
+backbone, so that XLA is free to run each as soon as its factors are there. Those of layers that a loop
+runs come at the end of its step, and their states leave the loop stacked.
 
 Each tail is given the example's weight even if it needs none: a tail that did not depend on the batch
 would never meet our `vmap`, and a user's own outer `vmap` would then reduce it over the wrong axis.
@@ -26,7 +27,7 @@ from pergrad._compat import aval
 from pergrad._cut import Cut, CutLoop, Part
 from pergrad._eval import Env, evaluate, read
 from pergrad._plan import Plan, TailPlan
-from pergrad._statistics import Individual, State, Weights
+from pergrad._statistics import Accumulator, Individual, State, Weights
 from pergrad._tail import Tail
 from pergrad.strategies import Examples, Job
 
@@ -182,18 +183,15 @@ def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[St
 
 
 def _empty_states(plan: Plan) -> States:
-    """The states before the first example, for a tail in loops one for each of their steps."""
+    return [[_empty_state(tail_plan.tail, *job) for job in tail_plan.jobs()] for tail_plan in plan.tails]
 
-    def of(tail: Tail) -> Callable[[Any], Any]:
-        return lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)) if tail.levels else x
 
-    return [
-        jax.tree.map(
-            of(tail_plan.tail),
-            [statistic.init(aval(tail_plan.tail.grads[k])) for k, statistic in tail_plan.jobs()],
-        )
-        for tail_plan in plan.tails
-    ]
+def _empty_state(tail: Tail, grad: int, statistic: Accumulator) -> State:
+    """The state before the first example; for a tail in loops one for each of their steps."""
+    state = statistic.init(aval(tail.grads[grad]))
+    if not tail.levels:
+        return state
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)), state)
 
 
 def _where_individual(plan: Plan, yes: States | None, no: States | None) -> States:

@@ -83,6 +83,11 @@ def weigh(x: jax.Array, w: Weights) -> jax.Array:
     return jnp.where(w != 0, w * x, jnp.zeros((), x.dtype))
 
 
+def weigh_factors(x: jax.Array, d: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`w * x` and `d` for a product of both, each 0 where the weight is 0."""
+    return weigh(x, w), weigh(d, jnp.not_equal(w, 0))
+
+
 def weighted_sum(xs: jax.Array, w: Weights) -> jax.Array:
     """`sum_i w_i xs[i]`; one weight for all is applied to the sum."""
     if not isinstance(w, jax.Array):

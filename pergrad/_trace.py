@@ -26,7 +26,7 @@ from jax.extend.core import primitives
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
-from pergrad._eval import Env, read
+from pergrad._eval import given, read
 from pergrad._loop import Loop
 from pergrad.terms.ragged import with_batching
 
@@ -82,30 +82,25 @@ def trace(
         return value, aux, grads
 
     nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(params, example)
-    flat = jax.make_jaxpr(lambda *args: _inline(nested.jaxpr, nested.consts, args, CALLS))(
-        *params, *example
-    )
+    flat = jax.make_jaxpr(lambda *args: _inline(nested, args, CALLS))(*params, *example)
     return Program.of(flat, len(params), jax.tree.structure(aux_shape))
 
 
 def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
     """The program of `fun` itself with all its calls inlined, to look at."""
     nested = jax.make_jaxpr(fun)(*args)
-    inlined = jax.make_jaxpr(
-        lambda *leaves: _inline(nested.jaxpr, nested.consts, leaves, CALLS | CUSTOM_CALLS)
-    )
+    inlined = jax.make_jaxpr(lambda *leaves: _inline(nested, leaves, CALLS | CUSTOM_CALLS))
     return inlined(*jax.tree.leaves(args)).jaxpr
 
 
-def _inline(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], table: InlineTable) -> list[Any]:
-    env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    for eqn in jaxpr.eqns:
+def _inline(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    env = given(program, args)
+    for eqn in program.jaxpr.eqns:
         inline = table.get(eqn.primitive)
         ins = [read(env, v) for v in eqn.invars]
         outs = inline(eqn, ins, table) if inline else _compat.bind(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(env, v) for v in jaxpr.outvars]
+    return [read(env, v) for v in program.jaxpr.outvars]
 
 
 def _inline_call(body: str) -> Inline:
@@ -113,9 +108,9 @@ def _inline_call(body: str) -> Inline:
 
     def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
         called = eqn.params[body]
-        if isinstance(called, ClosedJaxpr):
-            return _inline(called.jaxpr, called.consts, args, table)
-        return _inline(called, (), args, table)
+        return _inline(
+            called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ()), args, table
+        )
 
     return inline
 
@@ -124,7 +119,7 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
     guarded = _compat.remat_barriers(eqn)
     behind = iter(lax.optimization_barrier([a for a, g in zip(args, guarded, strict=True) if g]))
     args = [next(behind) if g else a for a, g in zip(args, guarded, strict=True)]
-    return _inline(eqn.params["jaxpr"], (), args, table)
+    return _inline(ClosedJaxpr(eqn.params["jaxpr"], ()), args, table)
 
 
 def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
@@ -133,7 +128,7 @@ def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> l
     consts, init, xs = loop.operands(args)
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _inline(loop.step.jaxpr, loop.step.consts, [*consts, *carry, *x], table)
+        outs = _inline(loop.step, [*consts, *carry, *x], table)
         return outs[: loop.num_carry], outs[loop.num_carry :]
 
     ends, ys = loop.run(step, init, xs)
@@ -141,9 +136,7 @@ def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> l
 
 
 def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
-    branches = [
-        lambda *args, b=b: _inline(b.jaxpr, b.consts, args, table) for b in eqn.params["branches"]
-    ]
+    branches = [lambda *args, b=b: _inline(b, args, table) for b in eqn.params["branches"]]
     with _compat.at_line_of(eqn):
         return lax.switch(args[0], branches, *args[1:])
 

@@ -23,13 +23,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from pergrad import _compat
-from pergrad._compat import Atom, JaxprEqn, Literal, Var
+from pergrad._compat import Atom, Jaxpr, JaxprEqn, Literal, Var
 from pergrad._cost import size
 from pergrad._eval import distinct, rounds
 from pergrad._flow import is_in, variables, varying
 from pergrad._loop import Loop
 from pergrad._steps import STEPS
 from pergrad._tail import Level, Tail
+from pergrad._trace import Program
 from pergrad.terms import TERMS, Term, Total, is_zero
 
 
@@ -72,6 +73,22 @@ class Walk:
         self._find_tails()
         self._choose_cut()
         self.opened = self._open_loops(elementwise)
+
+    @staticmethod
+    def through(program: Program, elementwise: bool) -> Walk:
+        """Through a whole program; `elementwise` says whether all statistics are."""
+        places = range(len(program.grads)) if elementwise else ()
+        others = [program.value, *program.aux]
+        return Walk(program.jaxpr.eqns, program.example, program.grads, others, places)
+
+    @staticmethod
+    def inside(
+        jaxpr: Jaxpr, given: Iterable[Var], leaving: Sequence[int], elementwise: Collection[int] = ()
+    ) -> Walk:
+        """Through a step of a loop or a branch, whose results `leaving` are the gradients."""
+        grads = [jaxpr.outvars[k] for k in leaving]
+        others = [v for k, v in enumerate(jaxpr.outvars) if k not in leaving]
+        return Walk(jaxpr.eqns, given, grads, others, elementwise)
 
     def varying_operands(self, eqn: JaxprEqn) -> list[int]:
         return [i for i, v in enumerate(eqn.invars) if is_in(v, self.varies)]

@@ -32,7 +32,7 @@ from jax import lax
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env, distinct, read
-from pergrad._statistics import Weights, accumulation_dtype, weigh
+from pergrad._statistics import Weights, accumulation_dtype, weigh, weigh_factors
 from pergrad.terms._term import Term
 
 MOST_POSITIONS = 128  # each is a slice of its own in the program
@@ -111,8 +111,7 @@ class Convolution(Term):
         x, y = (read(env, v).astype(dtype) for v in self.eqn.invars)
         if not isinstance(w, jax.Array):
             return weigh(self._convolution(x, y), w)
-        present = jnp.not_equal(w, 0).astype(dtype)
-        return self._convolution(weigh(x, w), weigh(y, present))
+        return self._convolution(*weigh_factors(x, y, w))
 
     def _convolution(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """The sum over examples, from factors [B, ...].

@@ -19,12 +19,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env, distinct, read
-from pergrad._statistics import Weights, accumulation_dtype, weigh
+from pergrad._statistics import Weights, accumulation_dtype, weigh, weigh_factors
 from pergrad.terms._term import Term
 
 
@@ -61,8 +60,7 @@ class Product(Term):
         x, d = (phi(read(env, v)) for v in self.eqn.invars)
         dtype = accumulation_dtype(aval(self.out).dtype)
         if isinstance(w, jax.Array):
-            present = jnp.not_equal(w, 0).astype(dtype)
-            x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), present)
+            x, d = weigh_factors(x.astype(dtype), d.astype(dtype), w)
             return self._product(x, d, dtype, examples=1)
         # One weight for all goes where the fewest numbers are, but not into half-precision ones.
         if self.size <= min(x.size, d.size) or x.dtype != dtype:

@@ -24,7 +24,7 @@ from jax.custom_batching import custom_vmap
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env, distinct, read
-from pergrad._statistics import Weights, accumulation_dtype, weigh
+from pergrad._statistics import Weights, accumulation_dtype, weigh, weigh_factors
 from pergrad.terms._term import Term
 
 
@@ -68,8 +68,8 @@ class Ragged(Term):
         )
         x, d = (jnp.moveaxis(a, axis + 1, 1) for a, axis in zip((x, d), self._positions, strict=True))
         dtype = accumulation_dtype(aval(self.out).dtype)
-        present = jnp.not_equal(w, 0).astype(dtype) if isinstance(w, jax.Array) else 1.0
-        x, d = weigh(x.astype(dtype), w), weigh(d.astype(dtype), present)
+        x, d = x.astype(dtype), d.astype(dtype)
+        x, d = weigh_factors(x, d, w) if isinstance(w, jax.Array) else (weigh(x, w), d)
 
         # The group of every position; those behind the last group are in none.
         groups = jax.vmap(lambda s: jnp.searchsorted(jnp.cumsum(s), jnp.arange(x.shape[1]), "right"))(
