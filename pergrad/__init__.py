@@ -2,25 +2,36 @@
 
 from pergrad._api import explain, grad_stats, value_and_stats
 from pergrad._check import check
+from pergrad._combine import all_combine, combine
 from pergrad._errors import ArgumentError, NotPerExampleError, PergradError
+from pergrad._factors import FactorPair
 from pergrad._plan import Plan
 from pergrad._statistics import Count, Fold, Individual, Loss, Mean, Statistic, Variance, power
+from pergrad._whole import ClippedMean, Dot, Factors, Gram, Norm
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "ClippedMean",
     "Count",
+    "Dot",
+    "FactorPair",
+    "Factors",
     "Fold",
+    "Gram",
     "Individual",
     "Loss",
     "Mean",
+    "Norm",
     "NotPerExampleError",
     "PergradError",
     "Plan",
     "Statistic",
     "Variance",
+    "all_combine",
     "check",
+    "combine",
     "explain",
     "grad_stats",
     "power",

@@ -52,6 +52,7 @@ def value_and_stats(
       counts (2 is the example being there twice, 0 is padding, even if its gradient is NaN; all 0
       gives NaN). It returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`: `value` is the
       weighted mean loss, `aux` has an example axis in front of what `fun` returns for one example.
+      With a `pg.Dot` among the statistics it takes one more keyword, `direction`.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> stats_fn = pg.value_and_stats(loss, {"mean": pg.Mean(), "variance": pg.Variance()})
@@ -75,7 +76,8 @@ def value_and_stats(
     )
 
     def stats_fn(*args: Any, example_weights: Any = None, **kwargs: Any) -> Any:
-        return Call(request, args, kwargs).run(example_weights)
+        direction = kwargs.pop("direction", None) if request.has_dot else None
+        return Call(request, args, kwargs).run(example_weights, direction)
 
     return stats_fn
 
@@ -115,6 +117,8 @@ def explain(
     request = Request(fun, stats, argnums, **options)
 
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
+        if request.has_dot:
+            kwargs.pop("direction", None)
         return Call(request, args, kwargs).plan()[1]
 
     return plan_of

@@ -7,6 +7,7 @@ and examples, and builds the results from what the run returns.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pergrad._compat import Atom, aval
+from pergrad._compat import aval
 from pergrad._cut import Cut, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._hoist import hoist
-from pergrad._plan import STRATEGIES, Plan, make_plan
-from pergrad._run import Outcome, run
+from pergrad._plan import STRATEGIES, Phase, Plan, make_plan
+from pergrad._run import Outcome, Results, run, run_last
 from pergrad._statistics import (
     Accumulator,
     Count,
+    LeafStatistic,
     Loss,
+    Reading,
     Statistic,
     Variance,
     Weights,
@@ -32,6 +35,9 @@ from pergrad._statistics import (
     weigh,
 )
 from pergrad._trace import trace
+from pergrad._units import per_of, units_per_example
+from pergrad._walk import Wanted
+from pergrad._whole import ClippedMean, Dot, Factors, Gram, Norm, Saved, root, selects
 
 ArgNums = int | Sequence[int]
 
@@ -92,10 +98,13 @@ class Request:
                 )
 
     @property
-    def accumulators(self) -> list[Accumulator]:
-        """The statistics of single parameters, each once."""
-        leaves = jax.tree.leaves(self.stats)
-        return list(dict.fromkeys(s for s in leaves if isinstance(s, Accumulator)))
+    def has_dot(self) -> bool:
+        """Whether a call takes a direction."""
+        return any(isinstance(s, Dot) for s in jax.tree.leaves(self.stats))
+
+    def wanted(self, path: str) -> list[LeafStatistic]:
+        """What has to be computed for the parameter at `path`, each once."""
+        return list(dict.fromkeys(leaf for s in jax.tree.leaves(self.stats) for leaf in s.leaves(path)))
 
 
 class Call:
@@ -111,6 +120,24 @@ class Call:
         self.batch, self.batch_tree = self._flatten_batch()
         self.keys, self.keys_tree = self._flatten_keys()
         self.size: int = self.batch[0].shape[0]
+        self.wanted = [request.wanted(path) for path in self.paths]
+        self._check_statistics()
+
+    def _check_statistics(self) -> None:
+        for statistic in jax.tree.leaves(self.request.stats):
+            if not any(selects(statistic, path) for path in self.paths):
+                raise ArgumentError(
+                    f"{statistic!r}: `where` selects no parameter. Their paths are "
+                    f"{', '.join(self.paths)}."
+                )
+            per = getattr(statistic, "per", None)
+            if isinstance(per, int) and self.size % per:
+                raise ArgumentError(
+                    f"{statistic!r} needs whole groups of {per} examples, and {self.size} examples "
+                    "cannot be divided into these. Use another batch size, or another `per`."
+                )
+            if isinstance(statistic, Variance):
+                self._check_variance(statistic, self.size)
 
     def _places(self, name: str) -> tuple[int, ...]:
         """The argument numbers of this name, counted from the front."""
@@ -195,30 +222,50 @@ class Call:
             for path, leaf in jax.tree_util.tree_leaves_with_path(self.args[n])
         ]
 
-    def run(self, example_weights: Any = None) -> Any:
+    def run(self, example_weights: Any = None, direction: Any = None) -> Any:
         """The four steps, and the results."""
         weights = self._check_weights(example_weights)
+        directions = self._check_direction(direction) if self.request.has_dot else None
         cut, plan = self.plan()
-        outcome = run(cut, plan, self.params, self._examples(), self._shares(weights))
-        return self._assemble(cut, plan, outcome, weights)
+        shares = self._shares(weights)
+        outcome = run(cut, plan, self.params, self._examples(), shares, directions)
+        last, pairs = run_last(cut, plan, self.params, outcome)
+        return self._assemble(cut, plan, outcome, last, pairs, weights)
 
     def plan(self) -> tuple[Cut, Plan]:
         """Steps 1 to 3."""
-        self._check_variance(self.size)
         example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
         request = self.request
         program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
-        elementwise = all(statistic.is_elementwise for statistic in request.accumulators)
-        cut = make_cut(hoist(program, elementwise), elementwise)
+        in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
+        split = any(per_of(s) == "token" or isinstance(s, Saved) for own in self.wanted for s in own)
+        wanted = Wanted(tuple(in_parts), split)
+        cut = make_cut(hoist(program, wanted), wanted)
         plan = make_plan(
-            cut,
-            request.accumulators,
-            self.paths,
-            self.size,
-            request.microbatch_size,
-            request.strategy,
+            cut, self.wanted, self.paths, self.size, request.microbatch_size, request.strategy
         )
         return cut, plan
+
+    def _check_direction(self, direction: Any) -> list[jax.Array]:
+        """The direction as one array for each parameter."""
+        if direction is None:
+            raise ArgumentError(
+                "Dot needs a direction, a tree like the parameters: stats_fn(..., direction=v)."
+            )
+        trees = (direction,) if isinstance(self.request.argnums, int) else tuple(direction)
+        leaves, tree = jax.tree.flatten(trees)
+        if tree != self.params_tree:
+            raise ArgumentError(
+                f"the direction must be a tree like the parameters, {self.params_tree}; it is {tree}."
+            )
+        for path, leaf, param in zip(self.paths, leaves, self.params, strict=True):
+            if not _is_number_like(leaf) or jnp.shape(leaf) != jnp.shape(param):
+                raise ArgumentError(
+                    f"the direction's {path} must have the parameter's shape {jnp.shape(param)}; it is "
+                    f"{_kind(leaf)}."
+                )
+        dtypes = [accumulation_dtype(param.dtype) for param in self.params]
+        return [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
     def _check_weights(self, weights: Any) -> jax.Array | None:
         """The example weights as an array, or None if there are none."""
@@ -237,7 +284,9 @@ class Call:
                 raise ArgumentError("example_weights must be finite and at least 0.")
             if not values.sum() > 0:
                 raise ArgumentError("example_weights are all 0: there is no example to speak of.")
-            self._check_variance(float(values.sum()))
+            for statistic in jax.tree.leaves(self.request.stats):
+                if isinstance(statistic, Variance):
+                    self._check_variance(statistic, float(values.sum()))
         return weights
 
     def _count(self, weights: jax.Array | None) -> jax.Array:
@@ -250,10 +299,12 @@ class Call:
         """Each example's share of the batch."""
         return 1 / self.size if weights is None else weights / self._count(weights)
 
-    def _check_variance(self, count: float) -> None:
-        if count <= 1 and any(isinstance(s, Variance) for s in self.request.accumulators):
+    def _check_variance(self, variance: Variance, count: float) -> None:
+        group = variance.per if isinstance(variance.per, int) else 1
+        if variance.per != "token" and count <= group:
+            what = "example" if group == 1 else f"group of {group} examples"
             raise ArgumentError(
-                f"Variance needs more than one example, and this batch counts {count:g}. Use a larger "
+                f"Variance needs more than one {what}, and this batch counts {count:g}. Use a larger "
                 "batch, or leave Variance out."
             )
 
@@ -299,28 +350,60 @@ class Call:
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise ArgumentError(f"the loss must be a real number; it is {_kind(value)}.")
 
-    def _assemble(self, cut: Cut, plan: Plan, outcome: Outcome, w: jax.Array | None) -> Any:
+    def _assemble(
+        self,
+        cut: Cut,
+        plan: Plan,
+        outcome: Outcome,
+        last: Results,
+        pairs: Mapping[int, Any],
+        w: jax.Array | None,
+    ) -> Any:
         """The results of `value_and_stats`, from what the run returned."""
         count = self._count(w)
-        states = {
-            (tail_plan.tail.params[k], statistic): (tail_plan.tail, state)
-            for tail_plan, own in zip(plan.tails, outcome.states, strict=True)
-            for (k, statistic), state in zip(tail_plan.jobs(), own, strict=True)
+        leaves = {
+            (t.tail.params[k], statistic): (t.tail, result)
+            for t, *both in zip(plan.tails, outcome.results, last, strict=True)
+            for jobs, results in zip((t.running(), t.jobs(Phase.LAST)), both, strict=True)
+            for (k, statistic), result in zip(jobs, results, strict=True)
         }
 
-        def finished(statistic: Accumulator, param: int, grad: Atom) -> Any:
-            tail, state = states[param, statistic]
-            result = statistic.finish(state, count, aval(grad))
+        def of_leaf(statistic: LeafStatistic, param: int) -> Any:
+            if isinstance(statistic, Saved):
+                return pairs[param]
+            tail, result = leaves[param, statistic]
+            if isinstance(statistic, Reading):  # of a tail in loops: the sum over their steps
+                return jnp.sum(result, axis=range(1, 1 + len(tail.levels))) if tail.levels else result
+            if not isinstance(statistic, Accumulator):
+                return result
+            units = count * units_per_example(tail, per_of(statistic))
+            result = statistic.finish(result, units, aval(cut.program.grads[param]))
             return tail.outward(param, result) if tail.levels else result
 
+        def of_all(statistic: Statistic) -> list[Any]:
+            """The leaf of a statistic for each parameter that it selects, None for the others."""
+            own = enumerate(statistic.leaves(path) for path in self.paths)
+            return [of_leaf(leaves[0], i) if leaves else None for i, leaves in own]
+
         def result(statistic: Statistic) -> Any:
-            if isinstance(statistic, Accumulator):
-                grads = enumerate(cut.program.grads)
-                return self._like_params([finished(statistic, i, grad) for i, grad in grads])
-            if isinstance(statistic, Loss):
-                return outcome.losses
-            assert isinstance(statistic, Count)
-            return count
+            match statistic:
+                case Loss():
+                    return outcome.losses
+                case Count():
+                    return count
+                case ClippedMean():
+                    return self._like_params([of_leaf(statistic, i) for i in range(len(self.paths))])
+                case LeafStatistic():
+                    return self._like_params(of_all(statistic))
+                case Factors():
+                    return self._like_params(of_all(statistic))
+                case Norm(by="leaf"):
+                    return self._like_params([x if x is None else root(x) for x in of_all(statistic)])
+                case Norm():
+                    return root(_total(of_all(statistic)))
+                case Gram() | Dot():
+                    return _total(of_all(statistic))
+            raise AssertionError(statistic)
 
         dtype = outcome.losses.dtype
         losses = outcome.losses.astype(accumulation_dtype(dtype))
@@ -332,6 +415,11 @@ class Call:
     def _like_params(self, leaves: Sequence[Any]) -> Any:
         trees = jax.tree.unflatten(self.params_tree, leaves)
         return trees[0] if isinstance(self.request.argnums, int) else trees
+
+
+def _total(leaves: Sequence[Any]) -> jax.Array:
+    """The sum of what there is, in the widest dtype."""
+    return functools.reduce(jnp.add, [x for x in leaves if x is not None])
 
 
 def _is_int(x: Any) -> bool:

@@ -2,8 +2,8 @@
 
 Where the tails begin is said in `_walk`. Layers that are run by a loop have their tails inside of it:
 where the gradient of a stack of layers leaves a loop as an output, and all that is wanted of it are
-elementwise statistics, the loop's step is cut like a program of its own. Its tails are reduced in every
-step, and statistics leave the loop, not gradients.
+statistics that take it in layer by layer, the loop's step is cut like a program of its own. Its tails
+are reduced in every step, and statistics leave the loop, not gradients.
 
 This file names no primitive.
 """
@@ -18,7 +18,7 @@ from pergrad._flow import is_in, needed_equations, variables
 from pergrad._loop import Loop
 from pergrad._tail import Level, Tail
 from pergrad._trace import Program
-from pergrad._walk import Walk
+from pergrad._walk import Walk, Wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Cut(Part):
     program: Program
 
 
-def make_cut(program: Program, elementwise: bool) -> Cut:
-    """Cuts the gradient program of one example; `elementwise` says whether all statistics are."""
-    part = _cut(Walk.through(program, elementwise), range(len(program.grads)), ())
+def make_cut(program: Program, wanted: Wanted) -> Cut:
+    """Cuts the gradient program of one example."""
+    part = _cut(Walk.through(program, wanted), range(len(program.grads)), ())
     return Cut(part.backbone, part.tails, part.loops, part.varies, program)
 
 
@@ -73,7 +73,7 @@ def _cut(walk: Walk, params: Sequence[int], levels: tuple[Level, ...]) -> Part:
         in_loops |= {o.place for o in opened}
         taken = [o.result for o in opened]
         given = loop.varying_inputs([is_in(v, walk.varies) for v in eqn.invars])
-        inside = Walk.inside(loop.step.jaxpr, given, taken, range(len(taken)))
+        inside = Walk.inside(loop.step.jaxpr, given, taken, range(len(taken)), split=walk.split)
         ways = {params[o.place]: (o.v, o.moves, walk.grads[o.place]) for o in opened}
         step = _cut(inside, [params[o.place] for o in opened], (Level(loop.length, ways), *levels))
         loops[id(eqn)] = CutLoop(loop, frozenset(taken), step)

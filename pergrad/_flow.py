@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from pergrad._compat import Atom, JaxprEqn, Literal, Var
+from pergrad._eval import Env, evaluate, read
 from pergrad._steps import ONE_TO_ONE
 
 
@@ -39,3 +40,13 @@ def needed_equations(
             needed |= variables(eqn.invars)
             kept.append(eqn)
     return tuple(reversed(kept))
+
+
+def evaluate_still(eqns: Sequence[JaxprEqn], env: Env, moving: Collection[Var]) -> None:
+    """Runs the equations that depend on nothing that moves."""
+    for eqn in eqns:
+        if eqn.primitive in ONE_TO_ONE:
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            env.update({out: read(env, v) for v, out in pairs if out not in moving})
+        elif not eqn.effects and not any(is_in(v, moving) for v in eqn.invars):
+            evaluate([eqn], env)

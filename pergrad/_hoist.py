@@ -15,6 +15,8 @@ The branches of a conditional hand out the factors of their tails in the same wa
 that are not taken are zeros, so that the gradient is the sum of what the tails of all branches make.
 
 Only what is smaller than the gradient leaves. All else stays where it is, and the answer is the same.
+Where the single contributions to a sum are asked for everything leaves, since the steps of a loop
+contribute.
 Here the program is walked through, from the inside out; one loop or conditional is done in `_leave`.
 """
 
@@ -33,19 +35,19 @@ from pergrad._flow import is_in
 from pergrad._leave import leave_branches, leave_loop
 from pergrad._loop import LOOPS, Loop
 from pergrad._trace import Program
-from pergrad._walk import Walk
+from pergrad._walk import Walk, Wanted
 from pergrad.terms import is_zero
 
 
-def hoist(program: Program, elementwise: bool) -> Program:
+def hoist(program: Program, wanted: Wanted) -> Program:
     """The same program with the factors of its tails outside of loops and branches.
 
-    `elementwise` says whether all statistics are: then tails whose gradients leave a loop as outputs
-    stay where they are.
+    Where all statistics take a gradient in by parts, tails stay inside the loop that it leaves as an
+    output.
     """
     if not any(eqn.primitive in RULES for eqn in program.jaxpr.eqns):
         return program
-    walk = Walk.through(program, elementwise)
+    walk = Walk.through(program, wanted)
     return program.replaced_by(_hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts)))
 
 
@@ -75,21 +77,24 @@ def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     varies = [is_in(v, walk.varies) for v in eqn.invars]
     leaving = walk.leaving[id(eqn)]
     reduced_inside = {o.result for o in walk.opened.get(id(eqn), ())}
-    elementwise = [i for i, k in enumerate(leaving) if k in reduced_inside]
-    inside = Walk.inside(loop.step.jaxpr, loop.varying_inputs(varies), leaving, elementwise)
+    in_parts = [i for i, k in enumerate(leaving) if k in reduced_inside]
+    given = loop.varying_inputs(varies)
+    inside = Walk.inside(loop.step.jaxpr, given, leaving, in_parts, split=walk.split)
     loop = Loop(eqn, _hoisted(inside, loop.step))
     from_zero = [is_zero(v, walk.made_by) for v in loop.operands(eqn.invars)[1]]
-    return leave_loop(loop, [k for k in leaving if k not in reduced_inside], varies, from_zero, ins)
+    leaving = [k for k in leaving if k not in reduced_inside]
+    return leave_loop(loop, leaving, varies, from_zero, ins, split=walk.split)
 
 
 def _from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
     leaving = walk.leaving[id(eqn)]
     branches = [
-        _hoisted(Walk.inside(b.jaxpr, itertools.compress(b.jaxpr.invars, varies), leaving), b)
+        _hoisted(Walk.inside(b.jaxpr, given, leaving, split=walk.split), b)
         for b in eqn.params["branches"]
+        for given in [itertools.compress(b.jaxpr.invars, varies)]
     ]
-    return leave_branches(eqn, branches, leaving, index_varies, varies, ins)
+    return leave_branches(eqn, branches, leaving, index_varies, varies, ins, split=walk.split)
 
 
 RULES: dict[Primitive, Callable[[Walk, JaxprEqn, Sequence[Any]], list[Any]]] = {

@@ -16,9 +16,8 @@ from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
 from pergrad._cost import size
 from pergrad._eval import Env, evaluate, given, read
-from pergrad._flow import variables, varying
+from pergrad._flow import evaluate_still, varying
 from pergrad._loop import Loop
-from pergrad._steps import ONE_TO_ONE
 from pergrad._tail import Tail
 from pergrad._walk import Walk
 from pergrad.terms import Product, Term, is_zero
@@ -30,12 +29,15 @@ def leave_loop(
     varies: Sequence[bool],
     from_zero: Sequence[bool],
     ins: Sequence[Any],
+    *,
+    split: bool,
 ) -> list[Any]:
     """The results of a loop, of which those of `leaving` that can are made outside of it.
 
     `varies` says which operands differ from example to example, `from_zero` which carries start at zero.
+    With `split` all leave that can, otherwise those that are made of less than they are.
     """
-    return _Leaver(loop, leaving, varies).run(ins, from_zero)
+    return _Leaver(loop, leaving, varies, split).run(ins, from_zero)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class _Leaver:
     constant in the loop.
     """
 
-    def __init__(self, loop: Loop, leaving: Sequence[int], varies: Sequence[bool]) -> None:
+    def __init__(self, loop: Loop, leaving: Sequence[int], varies: Sequence[bool], split: bool) -> None:
         self.loop, self.step = loop, loop.step.jaxpr
         self.results = range(len(self.step.outvars))
         consts, carry, xs = loop.operands(self.step.invars)
@@ -76,9 +78,10 @@ class _Leaver:
             [*itertools.compress(consts, varies), *carry, *xs],
             [piece.value for piece in self.pieces],
             [v for k, v in enumerate(self.step.outvars) if k not in taken_apart],
+            split=split,
         )
         places = range(len(self.pieces))
-        self.tails = [tail for tail in walk.tails(places, places) if _is_smaller(tail)]
+        self.tails = [tail for tail in walk.tails(places, places) if _leaves(tail, split)]
         self.gone = {place for tail in self.tails for place in tail.params}
 
     def _pieces_of(self, result: int, *, gone: bool) -> list[int]:
@@ -109,7 +112,7 @@ class _Leaver:
 
         # What does not change in the loop is made once, outside.
         env = loop.env(consts, init, xs)
-        _evaluate_still(self.step.eqns, env, self.moving)
+        evaluate_still(self.step.eqns, env, self.moving)
         env |= dict(zip(handed_out, stacked, strict=True))
         with _compat.at_line_of(loop.eqn):
             made = {place: g for tail in self.tails for place, g in self._make(tail, env)}
@@ -199,6 +202,8 @@ def leave_branches(
     index_varies: bool,
     varies: Sequence[bool],
     ins: Sequence[Any],
+    *,
+    split: bool,
 ) -> list[Any]:
     """The results of a conditional, of which those of `leaving` that can are made outside of it.
 
@@ -207,12 +212,13 @@ def leave_branches(
     """
     index, *operands = ins
     results = range(len(eqn.outvars))
-    tails = [_tails_of_branch(branch, leaving, varies) for branch in branches]
+    tails = [_tails_of_branch(branch, leaving, varies, split) for branch in branches]
 
     # A result leaves the branches if it can in all of them, together with the others of its tails.
     gone = set(leaving)
     while (
-        stay := {k for t in itertools.chain(*tails) if not _can_leave(t, gone) for k in t.params} & gone
+        stay := {k for t in itertools.chain(*tails) if not _can_leave(t, gone, split) for k in t.params}
+        & gone
     ):
         gone -= stay
     tails = [[t for t in own if gone.issuperset(t.params)] for own in tails]
@@ -243,7 +249,7 @@ def leave_branches(
         handed_out = iter(factors)
         for branch, own in zip(branches, tails, strict=True):
             env, eqns = given(branch, operands), branch.jaxpr.eqns
-            _evaluate_still(eqns, env, varying(eqns, itertools.compress(branch.jaxpr.invars, varies)))
+            evaluate_still(eqns, env, varying(eqns, itertools.compress(branch.jaxpr.invars, varies)))
             for tail in own:
                 grads = tail.gradients(next(handed_out), [env[v] for v in tail.constants])
                 out |= {
@@ -252,27 +258,21 @@ def leave_branches(
     return [out[k] for k in results]
 
 
-def _tails_of_branch(branch: ClosedJaxpr, leaving: Sequence[int], varies: Sequence[bool]) -> list[Tail]:
+def _tails_of_branch(
+    branch: ClosedJaxpr, leaving: Sequence[int], varies: Sequence[bool], split: bool
+) -> list[Tail]:
     """The tails of a branch that make something other than zeros."""
-    walk = Walk.inside(branch.jaxpr, itertools.compress(branch.jaxpr.invars, varies), leaving)
+    given = itertools.compress(branch.jaxpr.invars, varies)
+    walk = Walk.inside(branch.jaxpr, given, leaving, split=split)
     tails = walk.tails(range(len(leaving)), leaving)
     return [t for t in tails if not all(is_zero(g, walk.made_by) for g in t.grads)]
 
 
-def _can_leave(tail: Tail, together: set[int]) -> bool:
-    return _is_smaller(tail) and not tail.adds and together.issuperset(tail.params)
+def _can_leave(tail: Tail, together: set[int], split: bool) -> bool:
+    return _leaves(tail, split) and not tail.adds and together.issuperset(tail.params)
 
 
-def _is_smaller(tail: Tail) -> bool:
-    """Whether what a tail is made of is smaller than what it makes."""
-    return bool(tail.terms) and sum(map(size, tail.factors)) < sum(map(size, tail.grads))
-
-
-def _evaluate_still(eqns: Sequence[JaxprEqn], env: Env, moving: set[Var]) -> None:
-    """Runs the equations that depend on nothing that moves."""
-    for eqn in eqns:
-        if eqn.primitive in ONE_TO_ONE:
-            pairs = zip(eqn.invars, eqn.outvars, strict=True)
-            env.update({out: read(env, v) for v, out in pairs if out not in moving})
-        elif not eqn.effects and not moving & variables(eqn.invars):
-            evaluate([eqn], env)
+def _leaves(tail: Tail, split: bool) -> bool:
+    """Whether a tail leaves: what it is made of is smaller than what it makes, or `split`."""
+    is_smaller = sum(map(size, tail.factors)) < sum(map(size, tail.grads))
+    return bool(tail.terms) and (split or is_smaller)

@@ -8,43 +8,86 @@ is cheaper: the mean gradient is free then.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pergrad import _cost, _price
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
-from pergrad._statistics import Accumulator, Individual
+from pergrad._statistics import Accumulator, LeafStatistic
 from pergrad._tail import Tail
-from pergrad.strategies import Factored, Materialise, Sparse, Strategy, Streamed, Summed
+from pergrad._units import Units, per_of, units_of
+from pergrad._whole import ClippedMean, Pairs, Saved
+from pergrad.strategies import Factored, Gram, Materialise, Sparse, Strategy, Streamed, Summed
 from pergrad.terms import Lookup, Total
 
-STRATEGIES: tuple[Strategy, ...] = (Summed(), Factored(), Sparse(), Streamed(), Materialise())
+STRATEGIES: tuple[Strategy, ...] = (
+    Summed(),
+    Factored(),
+    Gram(),
+    Sparse(),
+    Streamed(),
+    Materialise(),
+)
 FORMING = ("streamed", "materialise")
 SHARED = (*FORMING, "sparse")  # one pass feeds all statistics
 
 
+class Phase(enum.Enum):
+    """When a statistic is computed: at once, when all norms are there, when all examples are."""
+
+    FIRST = 1
+    CLIPPED = 2
+    LAST = 3
+
+    @staticmethod
+    def of(statistic: LeafStatistic) -> Phase:
+        if isinstance(statistic, ClippedMean):
+            return Phase.CLIPPED
+        return Phase.LAST if isinstance(statistic, Pairs) else Phase.FIRST
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A strategy for some statistics of a tail, and why."""
+    """A strategy for some statistics of a tail, all of the same units and phase, and why."""
 
     strategy: Strategy
-    statistics: tuple[Accumulator, ...]
+    statistics: tuple[LeafStatistic, ...]
     reason: str
+    units: Units
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.of(self.statistics[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class TailPlan:
-    """How a tail is reduced."""
+    """How a tail is reduced, and whether its factors are handed out."""
 
     tail: Tail
     choices: tuple[Choice, ...]
+    hands_out_factors: bool
 
-    def jobs(self) -> list[tuple[int, Accumulator]]:
-        """Which gradient (by its place in the tail) feeds which statistic, choice by choice."""
-        places = range(len(self.tail.grads))
-        return [(k, s) for choice in self.choices for k in places for s in choice.statistics]
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether the factors are kept until all examples are there."""
+        return self.hands_out_factors or bool(self.of(Phase.LAST))
+
+    def of(self, phase: Phase) -> list[Choice]:
+        return [choice for choice in self.choices if choice.phase is phase]
+
+    def jobs(self, phase: Phase) -> list[tuple[int, LeafStatistic]]:
+        """Which gradient (by its place in the tail) feeds which statistic of a phase, each once."""
+        places, own = range(len(self.tail.grads)), self.of(phase)
+        return list(dict.fromkeys((k, s) for choice in own for k in places for s in choice.statistics))
+
+    def running(self) -> list[tuple[int, LeafStatistic]]:
+        """The jobs that are done while the examples run."""
+        return self.jobs(Phase.FIRST) + self.jobs(Phase.CLIPPED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +109,14 @@ class Plan:
     """What would run, one row a parameter. Print it to read it as a table.
 
     `operations` are floating-point operations, `bytes` is temporary memory, both estimated for the
-    whole batch; `plain_operations` and `plain_bytes` are those of `jax.grad`.
+    whole batch; `plain_operations` and `plain_bytes` are those of `jax.grad`. Microbatches are made of
+    whole groups of `group_size` examples.
     """
 
     rows: tuple[Row, ...]
     batch_size: int
     microbatch_size: int
+    group_size: int
     backend: str
     operations: float
     plain_operations: float
@@ -85,44 +130,66 @@ class Plan:
 
 def make_plan(
     cut: Cut,
-    statistics: Sequence[Accumulator],
+    wanted: Sequence[Sequence[LeafStatistic]],
     paths: Sequence[str],
     batch_size: int,
     microbatch_size: int | str | None,
     strategy: str,
 ) -> Plan:
-    """Plans these statistics of a batch of `batch_size` examples."""
+    """Plans a batch of `batch_size` examples, with what is `wanted` of each parameter."""
     device = _price.backend()
     if microbatch_size == "auto":
-        microbatch_size = _choose_microbatch_size(cut, statistics, batch_size, device)
+        microbatch_size = _choose_microbatch_size(cut, wanted, batch_size, device)
     assert not isinstance(microbatch_size, str)
+    group_size = math.lcm(*(p for own in wanted for s in own if isinstance(p := per_of(s), int)))
     at_once = min(batch_size, microbatch_size or batch_size)
+    at_once = group_size * math.ceil(at_once / group_size)
     tails = tuple(
-        TailPlan(tail, _choose(tail, statistics, at_once, device, strategy)) for tail in cut.all_tails()
+        TailPlan(
+            tail,
+            tuple(_choose_all(tail, wanted, at_once, device, strategy)),
+            any(isinstance(s, Saved) for param in tail.params for s in wanted[param]),
+        )
+        for tail in cut.all_tails()
     )
-    return _describe(cut, tails, paths, batch_size, at_once, device)
+    return _describe(cut, tails, paths, batch_size, at_once, group_size, device)
+
+
+def _choose_all(
+    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: str
+) -> Iterator[Choice]:
+    """Choices for all statistics of a tail; those of the same phase and units share what they can."""
+    together: dict[Any, list[LeafStatistic]] = {}
+    for statistic in dict.fromkeys(s for param in tail.params for s in wanted[param]):
+        if isinstance(statistic, Saved):
+            continue
+        # Clipped means have weights of their own.
+        alone = statistic if isinstance(statistic, ClippedMean) else None
+        together.setdefault((Phase.of(statistic), per_of(statistic), alone), []).append(statistic)
+    for (_, per, _), statistics in together.items():
+        for units in units_of(tail, per):
+            yield from _choose(units, statistics, size, device, forced)
 
 
 def _choose(
-    tail: Tail, statistics: Sequence[Accumulator], size: int, device: Backend, forced: str
-) -> tuple[Choice, ...]:
-    prices = Prices(tail, size, len(statistics), device)
+    units: Units, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: str
+) -> Iterator[Choice]:
+    tail, size = units.tail, max(1, int(units.per_example * size))
+    prices = Prices(tail, size, _number_of(Accumulator, statistics), device)
     former = min([prices.streamed(), Materialise()], key=prices.seconds)
-    chosen: dict[Accumulator, tuple[Strategy, str]] = {}
+    chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
     for statistic in statistics:
-        why_not = {s.name: s.why_not(tail, statistic) for s in STRATEGIES}
-        able = {s.name: s for s in STRATEGIES if why_not[s.name] is None}
-        without_forming = [s for name, s in able.items() if name not in FORMING]
+        strategies = [prices.fitted(s) for s in STRATEGIES]
+        why_not = {s.name: s.why_not(tail, statistic) for s in strategies}
+        able = {s.name: s for s in strategies if why_not[s.name] is None}
         if forced in able:
-            strategy = prices.streamed() if forced == "streamed" else able[forced]
-            reason = "as asked"
-        elif isinstance(statistic, Individual):
-            strategy, reason = Materialise(), "asks for the gradients themselves"
-        elif without_forming:
-            strategy = min(without_forming, key=prices.seconds)
-            reason = _why(strategy, tail, size)
+            strategy, reason = able[forced], "as asked"
         else:
-            strategy, reason = former, _why(former, tail, size)
+            best = [s for s in able.values() if s.name not in FORMING or s == former]
+            if isinstance(statistic, Accumulator) and any(s.name not in FORMING for s in best):
+                best = [s for s in best if s.name not in FORMING]
+            strategy = min(best or able.values(), key=lambda s: prices.seconds(s, statistic))
+            reason = _why(strategy, tail, size)
         if forced not in ("auto", *able):
             reason = f"not {forced}: {why_not[forced]}"
         chosen[statistic] = (strategy, reason)
@@ -130,16 +197,18 @@ def _choose(
     running = [(s, why) for s, why in chosen.values() if s.name in SHARED]
     if forced == "auto" and running:
         for statistic, (strategy, _) in chosen.items():
-            if strategy.name not in SHARED and prices.seconds_of_joining() < prices.seconds(strategy):
+            joined, _ = running[0]
+            joins = prices.seconds_of_joining() < prices.seconds(strategy, statistic)
+            if strategy.name not in SHARED and joined.why_not(tail, statistic) is None and joins:
                 chosen[statistic] = running[0]
-    return tuple(
-        Choice(
-            strategy,
-            tuple(statistic for statistic, (s, _) in chosen.items() if s == strategy),
-            "; ".join(dict.fromkeys(why for s, why in chosen.values() if s == strategy)),
-        )
-        for strategy in dict.fromkeys(s for s, _ in chosen.values())
-    )
+    for strategy in dict.fromkeys(s for s, _ in chosen.values()):
+        own = tuple(statistic for statistic, (s, _) in chosen.items() if s == strategy)
+        reason = "; ".join(dict.fromkeys(why for s, why in chosen.values() if s == strategy))
+        yield Choice(strategy, own, reason, units)
+
+
+def _number_of(kind: type[LeafStatistic], statistics: Sequence[LeafStatistic]) -> int:
+    return sum(isinstance(statistic, kind) for statistic in statistics)
 
 
 def _why(strategy: Strategy, tail: Tail, size: int) -> str:
@@ -150,6 +219,8 @@ def _why(strategy: Strategy, tail: Tail, size: int) -> str:
     match strategy.name:
         case "summed":
             return "mean: one sum over all examples"
+        case "gram":
+            return "inner products of the factors"
         case "factored":
             return "an outer product for each example"
         case "sparse":
@@ -168,7 +239,7 @@ def _why(strategy: Strategy, tail: Tail, size: int) -> str:
 
 
 def _choose_microbatch_size(
-    cut: Cut, statistics: Sequence[Accumulator], batch_size: int, device: Backend
+    cut: Cut, wanted: Sequence[Sequence[LeafStatistic]], batch_size: int, device: Backend
 ) -> int:
     """The microbatch size m, a divisor of the batch size B, with the least to pay for its size.
 
@@ -180,7 +251,8 @@ def _choose_microbatch_size(
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
-    states = [len(statistics) * _cost.nbytes(g) for g in cut.program.grads]
+    numbers = [_number_of(Accumulator, own) for own in wanted]
+    states = [n * _cost.nbytes(g) for n, g in zip(numbers, cut.program.grads, strict=True)]
     p, q = sum(states), sum(states[param] for param in in_loops)
 
     def seconds(m: int) -> float:
@@ -241,6 +313,7 @@ def _describe(
     paths: Sequence[str],
     batch_size: int,
     at_once: int,
+    group_size: int,
     device: Backend,
 ) -> Plan:
     steps = math.ceil(batch_size / at_once)
@@ -251,6 +324,7 @@ def _describe(
         rows=tuple(rows[path] for path in paths),
         batch_size=batch_size,
         microbatch_size=at_once,
+        group_size=group_size,
         backend=device.name,
         operations=varying + steps * fixed + sum(row.operations for row in rows.values()),
         plain_operations=varying + fixed + sum(row.plain_operations for row in rows.values()),
@@ -259,6 +333,11 @@ def _describe(
         plain_bytes=_backbone_bytes(cut, batch_size),
         tails=tails,
     )
+
+
+def _prices_of(choice: Choice, size: int, device: Backend) -> Prices:
+    size = max(1, int(choice.units.per_example * size))
+    return Prices(choice.units.tail, size, _number_of(Accumulator, choice.statistics), device)
 
 
 def _rows(
@@ -271,21 +350,21 @@ def _rows(
 ) -> list[Row]:
     """One row for each parameter of the tail; operations they share are divided among them."""
     tail, choices = tail_plan.tail, tail_plan.choices
-    prices = Prices(tail, at_once, sum(len(c.statistics) for c in choices), device)
+    priced = [(c, _prices_of(c, at_once, device)) for c in choices]
     times = math.prod(tail.lengths)
     share = times / len(tail.params)
-    operations = sum(prices.operations_of(c.strategy, len(c.statistics)) for c in choices)
+    operations = sum(own.operations_of(c.strategy, len(c.statistics)) for c, own in priced)
     kind = " + ".join(term.kind for term in tail.terms) or "constant"
     return [
         Row(
             path=paths[param],
             shape=shapes[param],
             kind=f"{times} x {kind}" if tail.levels else kind,
-            strategy=", ".join(c.strategy.name for c in choices),
+            strategy=", ".join(c.strategy.name for c in choices) or "-",
             operations=share * operations * batch_size / at_once,
             plain_operations=share * Prices(tail, batch_size, 1, device).plain_operations,
-            bytes=max((prices.temporary(c.strategy) for c in choices), default=0),
-            reason="; ".join(c.reason for c in choices),
+            bytes=max((own.temporary(c.strategy) for c, own in priced), default=0),
+            reason="; ".join(dict.fromkeys(c.reason for c in choices)),
         )
         for param in tail.params
     ]

@@ -9,7 +9,9 @@ factors for all B examples, and s statistics,
     streamed      B (F_t + F_s) / product rate   + B g (1 + 2 s) / memory rate  + B loop steps
     materialise   B (F_t + F_s) / batched rate   + B g (1 + s) / memory rate
     sparse        (2 + s) (f + g) / memory rate
+    gram          B F_g / product rate           + 2 f / memory rate            + B loop steps
 
+with F_g = 2 T^2 (a + b) for a product of T positions, and B times that for the inner products of all.
 What fits into the cache is read and written at the cache's rate. The rates are rough on purpose: what
 they decide differs by factors, not by percents.
 """
@@ -23,10 +25,11 @@ import jax
 
 from pergrad import _cost
 from pergrad._compat import aval
-from pergrad._statistics import accumulation_dtype
+from pergrad._statistics import LeafStatistic, accumulation_dtype
 from pergrad._steps import STEPS
 from pergrad._tail import Tail
-from pergrad.strategies import Strategy, Streamed
+from pergrad._whole import Pairs
+from pergrad.strategies import Gram, Strategy, Streamed
 from pergrad.terms import Lookup
 
 
@@ -124,8 +127,11 @@ class Prices:
         """f: bytes of all examples' factors."""
         return self.size * sum(_cost.nbytes(v) for v in self.tail.factors)
 
-    def seconds(self, strategy: Strategy) -> float:
-        """The price of one strategy, for all statistics if it forms gradients, else for one."""
+    def seconds(self, strategy: Strategy, statistic: LeafStatistic | None = None) -> float:
+        """The price of one strategy, for all statistics if it forms gradients, else for one.
+
+        That one is `statistic`, where it matters which.
+        """
         d, b, f, g, s = self.device, self.size, self.factors, self.gradient, self.statistics
         at_once = b * self.term_operations + self.step_operations
         one_by_one = b * (self.term_operations + self.step_operations)
@@ -141,6 +147,10 @@ class Prices:
                 return one_by_one / d.batched_rate + self._memory(b * g * (1 + s))
             case "sparse":
                 return self._memory((2 + s) * (f + g))
+            case "gram":
+                products = self.gram_operations * (b if isinstance(statistic, Pairs) else 1)
+                steps = 0 if self._positions == 1 else b * d.loop_step
+                return b * products / d.product_rate + self._memory(2 * f) + steps
         raise AssertionError(strategy.name)
 
     def seconds_of_joining(self) -> float:
@@ -149,6 +159,15 @@ class Prices:
         if any(isinstance(term, Lookup) for term in self.tail.terms) and len(self.tail.terms) == 1:
             return self._memory(self.factors)
         return self._memory(self.size * g, at_once=g * (1 + self.statistics))
+
+    @property
+    def _positions(self) -> int:
+        return self.tail.terms[0].contributions
+
+    @property
+    def gram_operations(self) -> float:
+        """F_g: of the norm of one example's gradient, from its factors."""
+        return 2 * self._positions * sum(_cost.size(v) for v in self.tail.factors)
 
     @property
     def plain_operations(self) -> float:
@@ -165,6 +184,8 @@ class Prices:
                 return statistics * self.plain_operations
             case "sparse":
                 return 2 * statistics * self.size * sum(_cost.size(v) for v in self.tail.factors)
+            case "gram":
+                return statistics * self.size * self.gram_operations
         formed = self.term_operations + self.step_operations
         return self.size * (formed + 2 * statistics * numbers)
 
@@ -175,6 +196,8 @@ class Prices:
                 return 0
             case "factored":
                 return self.factors
+            case "gram":
+                return 2 * self._positions**2 * 4 if self._positions > 1 else 0
             case "streamed":
                 at_a_time = strategy.at_a_time if isinstance(strategy, Streamed) else 1
                 return self.formed * min(at_a_time, self.size)
@@ -186,6 +209,15 @@ class Prices:
                 row = _cost.nbytes(lookup.out) / lookup.table
                 return self.size * lookup.contributions * row * (1 + self.statistics)
         raise AssertionError(strategy.name)
+
+    def fitted(self, strategy: Strategy) -> Strategy:
+        """The strategy as this device likes it."""
+        match strategy:
+            case Streamed():
+                return self.streamed()
+            case Gram():
+                return Gram(batched=bool(self.device.stream_size))
+        return strategy
 
     def streamed(self) -> Streamed:
         """The streamed strategy with as many examples at a time as this device likes."""

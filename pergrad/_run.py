@@ -2,18 +2,23 @@
 
 The program of one example is evaluated under `jax.vmap`, the backbone as it stands. A tail is a call
 with a batching rule of its own (`custom_vmap`): for a batch it reduces over the examples and returns
-the states of its statistics, which have no example axis any more. The tails come after the whole
-backbone, so that XLA is free to run each as soon as its factors are there. Those of layers that a loop
-runs come at the end of its step, and their states leave the loop stacked.
+the states of its accumulators, which have no example axis any more, and its readings, which have one.
+The tails come after the whole backbone, so that XLA is free to run each as soon as its factors are
+there. Those of layers that a loop runs come at the end of its step, and their results leave the loop
+stacked.
 
 Each tail is given the example's weight even if it needs none: a tail that did not depend on the batch
 would never meet our `vmap`, and a user's own outer `vmap` would then reduce it over the wrong axis.
+
+For clipped means tails are called once more, with other weights, when all norms have been read. What
+needs the gradients of all examples side by side comes last, from their factors, which are kept for it.
 
 Microbatches are a `lax.scan` around all that, which hands the states on.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,37 +31,54 @@ from jax.custom_batching import custom_vmap
 from pergrad._compat import aval
 from pergrad._cut import Cut, CutLoop, Part
 from pergrad._eval import Env, evaluate, read
-from pergrad._plan import Plan, TailPlan
-from pergrad._statistics import Accumulator, Individual, State, Weights
+from pergrad._factors import FactorPair, factor_pair
+from pergrad._flow import evaluate_still, needed_equations
+from pergrad._plan import Choice, Phase, Plan
+from pergrad._statistics import Accumulator, LeafStatistic, Reading, State, Weights
 from pergrad._tail import Tail
+from pergrad._whole import ClippedMean, Projection, SquaredNorm
 from pergrad.strategies import Examples, Job
 
-States = list[list[State]]
-Numbered = dict[int, list[State]]  # by the number of the tail
-Reducers = dict[int, tuple[int, Callable[..., list[State]]]]  # by identity of the tail: number, reducer
+Jobs = list[tuple[int, LeafStatistic]]
+Results = list[list[Any]]  # for each tail, one for each of its jobs
+Numbered = dict[int, list[Any]]  # the same, by the number of the tail
+Reducers = dict[int, tuple[int, Callable[..., list[Any]]]]  # by identity of the tail: number, reducer
 
 
 class Outcome(NamedTuple):
-    """Losses [B], the leaves of `aux` [B, ...], and for each tail the state of each of its jobs."""
+    """What has been seen of the examples.
+
+    Losses [B], the leaves of `aux` [B, ...], for each tail the results of its jobs (the state of an
+    accumulator, a reading [B, ...]), and by the number of the tail the factors [B, ...] that are kept.
+    """
 
     losses: jax.Array
     aux: list[jax.Array]
-    states: States
+    results: Results
+    factors: dict[int, list[jax.Array]]
 
 
-def run(cut: Cut, plan: Plan, params: Sequence[Any], examples: Sequence[Any], w: Weights) -> Outcome:
-    """Runs the plan for the leaves `examples` [B, ...].
+def run(
+    cut: Cut,
+    plan: Plan,
+    params: Sequence[Any],
+    examples: Sequence[Any],
+    w: Weights,
+    directions: Sequence[Any] | None = None,
+) -> Outcome:
+    """Runs the first two phases of the plan for the leaves `examples` [B, ...].
 
-    `w` is each example's share of the batch, [B], or one number for all.
+    `w` is each example's share of the batch, [B], or one number for all. `directions` has one for each
+    parameter, for inner products.
     """
-    empty = _empty_states(plan)
+    given = [[_given(t.tail, *job, directions) for job in t.running()] for t in plan.tails]
     steps = math.ceil(plan.batch_size / plan.microbatch_size)
     if steps == 1:
-        return _run_at_once(cut, plan, params, examples, w, empty)
+        return _run_at_once(cut, plan, params, examples, w, given)
 
-    # As few steps as the microbatch size allows, and of equal length: what is missing to fill the
-    # last one is repeated from the front, with weight 0.
-    length = math.ceil(plan.batch_size / steps)
+    # As few steps as the microbatch size allows, and of equal length (in whole groups): what is missing
+    # to fill the last one is repeated from the front, with weight 0.
+    length = plan.group_size * math.ceil(plan.batch_size / (steps * plan.group_size))
     missing = steps * length - plan.batch_size
     if missing:
         w = w if isinstance(w, jax.Array) else jnp.full(plan.batch_size, w)
@@ -65,21 +87,44 @@ def run(cut: Cut, plan: Plan, params: Sequence[Any], examples: Sequence[Any], w:
     own_weights = w if isinstance(w, jax.Array) else None
     xs = jax.tree.map(lambda x: x.reshape(steps, length, *x.shape[1:]), (examples, own_weights))
 
-    def step(states: States, xs: Any) -> tuple[States, Any]:
+    def step(states: Results, xs: Any) -> tuple[Results, Any]:
         examples, own_weights = xs
-        out = _run_at_once(
-            cut, plan, params, examples, w if own_weights is None else own_weights, states
-        )
-        # Individual gradients are not handed on but stacked, like losses.
-        handed_on = _where_individual(plan, empty, out.states)
-        stacked = _where_individual(plan, out.states, None)
-        return handed_on, (out.losses, out.aux, stacked)
+        own_weights = w if own_weights is None else own_weights
+        now = _either(states, given)
+        out = _run_at_once(cut, plan, params, examples, own_weights, now)
+        readings = _only(plan, Reading, out.results)
+        return _only(plan, Accumulator, out.results), (out.losses, out.aux, readings, out.factors)
 
-    states, per_example = lax.scan(step, empty, xs)
-    losses, aux, stacked = jax.tree.map(
+    states, per_example = lax.scan(step, _only(plan, Accumulator, given), xs)
+    losses, aux, readings, factors = jax.tree.map(
         lambda x: x.reshape(steps * length, *x.shape[2:])[: plan.batch_size], per_example
     )
-    return Outcome(losses, aux, _where_individual(plan, stacked, states))
+    return Outcome(losses, aux, _either(states, readings), factors)
+
+
+def run_last(
+    cut: Cut, plan: Plan, params: Sequence[Any], outcome: Outcome
+) -> tuple[Results, dict[int, FactorPair | None]]:
+    """The last phase: what needs the factors of all examples.
+
+    For each tail the results of its jobs, and by the number of the parameter its pair of factors.
+    """
+    program = cut.program
+    kept = [plan.tails[n].tail for n in outcome.factors]
+    env = program.given(params)
+    constants = {v for tail in kept for v in tail.constants}
+    evaluate_still(needed_equations(program.jaxpr.eqns, constants), env, cut.varies)
+    results: Results = []
+    pairs: dict[int, FactorPair | None] = {}
+    for n, t in enumerate(plan.tails):
+        jobs = t.jobs(Phase.LAST)
+        factors, constants = outcome.factors.get(n, []), [env[v] for v in t.tail.constants if v in env]
+        examples = Examples(plan.batch_size, 1 / plan.batch_size, factors, constants)
+        results.append(_reduce(t.tail, t.of(Phase.LAST), jobs, [None] * len(jobs), examples))
+        if t.hands_out_factors:
+            pair = factor_pair(cut, t.tail, examples)
+            pairs |= dict.fromkeys(t.tail.params, pair)
+    return results, pairs
 
 
 def _run_at_once(
@@ -88,74 +133,118 @@ def _run_at_once(
     params: Sequence[Any],
     examples: Sequence[Any],
     w: Weights,
-    starts: States,
+    given: Results,
 ) -> Outcome:
     program = cut.program
     shared = None if isinstance(w, jax.Array) else w
-    reducers = {id(t.tail): (n, _reducer(t, shared)) for n, t in enumerate(plan.tails)}
+    reducers: Reducers = {
+        id(t.tail): (n, _reducer(t.tail, t.of(Phase.FIRST), t.jobs(Phase.FIRST), shared))
+        for n, t in enumerate(plan.tails)
+    }
 
-    def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, list[Any], States]:
-        env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-        env |= zip(program.params, params, strict=True)
-        env |= zip(program.example, example, strict=True)
-        states = _run_part(cut, env, reducers, w, dict(enumerate(starts)))
-        in_order = [states[n] for n in range(len(starts))]
-        return read(env, program.value), [read(env, v) for v in program.aux], in_order
+    def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
+        env = program.given(params, example)
+        first = {n: own[: len(plan.tails[n].jobs(Phase.FIRST))] for n, own in enumerate(given)}
+        by_number = _run_part(cut, env, reducers, w, first)
+        results = [by_number[n] for n in range(len(given))]
+        clipped = _run_clipped(plan, env, w, results, given)
+        results = [a + b for a, b in zip(results, clipped, strict=True)]
+        factors = {
+            n: [env[v] for v in t.tail.factors] for n, t in enumerate(plan.tails) if t.keeps_factors
+        }
+        aux = [read(env, v) for v in program.aux]
+        readings = _only(plan, Reading, results)
+        return (read(env, program.value), aux, readings, factors), _only(plan, Accumulator, results)
 
     w = w if isinstance(w, jax.Array) else jnp.full(examples[0].shape[0], w)
-    return Outcome(*jax.vmap(one, out_axes=(0, 0, None))(examples, w))
+    (losses, aux, readings, factors), states = jax.vmap(one, out_axes=(0, None))(examples, w)
+    return Outcome(losses, aux, _either(states, readings), factors)
 
 
-def _run_part(part: Part, env: Env, reducers: Reducers, w: jax.Array, starts: Numbered) -> Numbered:
-    """Runs the backbone, which adds to `env`, and then the tails: their states, by number."""
-    states: Numbered = {}
+def _run_part(part: Part, env: Env, reducers: Reducers, w: jax.Array, given: Numbered) -> Numbered:
+    """Runs the backbone, which adds to `env`, and then the tails: their results, by number."""
+    results: Numbered = {}
     for eqn in part.backbone:
         cut_loop = part.loops.get(id(eqn))
         if cut_loop is None:
             evaluate([eqn], env)
         else:
-            states |= _run_loop(cut_loop, env, reducers, w, starts)
+            results |= _run_loop(cut_loop, env, reducers, w, given)
     for tail in part.tails:
         n, reduce = reducers[id(tail)]
-        factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
-        states[n] = reduce(w, factors, constants, starts[n])
-    return states
+        results[n] = reduce(w, *_inputs(tail, env), given[n])
+    return results
+
+
+def _inputs(tail: Tail, env: Env) -> tuple[list[Any], list[Any]]:
+    return [env[v] for v in tail.factors], [env[v] for v in tail.constants]
 
 
 def _run_loop(
-    cut_loop: CutLoop, env: Env, reducers: Reducers, w: jax.Array, starts: Numbered
+    cut_loop: CutLoop, env: Env, reducers: Reducers, w: jax.Array, given: Numbered
 ) -> Numbered:
-    """Runs a loop that has tails inside. Their states, one for each step, are outputs of the loop."""
+    """Runs a loop that has tails inside. Their results, one for each step, are outputs of the loop."""
     loop, taken = cut_loop.loop, cut_loop.taken
     consts, init, xs = loop.operands([read(env, v) for v in loop.eqn.invars])
     inside = [reducers[id(tail)][0] for tail in cut_loop.step.all_tails()]
-    results = [k for k in range(len(loop.eqn.outvars)) if k not in taken]
+    outputs = [k for k in range(len(loop.eqn.outvars)) if k not in taken]
 
     def step(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
-        own, starts = x
+        own, given = x
         step_env = loop.env(consts, carry, own)
-        states = _run_part(cut_loop.step, step_env, reducers, w, starts)
-        outs = [read(step_env, loop.step.jaxpr.outvars[k]) for k in results]
-        return outs[: loop.num_carry], (outs[loop.num_carry :], states)
+        results = _run_part(cut_loop.step, step_env, reducers, w, given)
+        outs = [read(step_env, loop.step.jaxpr.outvars[k]) for k in outputs]
+        return outs[: loop.num_carry], (outs[loop.num_carry :], results)
 
-    ends, (ys, states) = loop.run(step, init, (xs, {n: starts[n] for n in inside}))
-    env.update({loop.eqn.outvars[k]: out for k, out in zip(results, [*ends, *ys], strict=True)})
-    return states
+    ends, (ys, results) = loop.run(step, init, (xs, {n: given[n] for n in inside}))
+    env.update({loop.eqn.outvars[k]: out for k, out in zip(outputs, [*ends, *ys], strict=True)})
+    return results
 
 
-def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[State]]:
+def _run_clipped(plan: Plan, env: Env, w: jax.Array, results: Results, given: Results) -> Results:
+    """For each tail its clipped means; `results` has the norms."""
+    squares = {
+        t.tail.params[k]: result
+        for t, own in zip(plan.tails, results, strict=True)
+        for (k, statistic), result in zip(t.jobs(Phase.FIRST), own, strict=True)
+        if isinstance(statistic, SquaredNorm)
+    }
+    clipped: Results = []
+    for t, own in zip(plan.tails, given, strict=True):
+        starts = dict(zip(t.running(), own, strict=True))
+        made = {}
+        for choice in t.of(Phase.CLIPPED):
+            (statistic,) = choice.statistics
+            assert isinstance(statistic, ClippedMean)
+            places = list(range(len(t.tail.grads)))
+            for together in [places] if statistic.by == "all" else [[k] for k in places]:
+                norms = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
+                scale = statistic.scale(functools.reduce(jnp.add, [squares[param] for param in norms]))
+                jobs: Jobs = [(k, statistic) for k in together]
+                reduce = _reducer(t.tail, [choice], jobs, None)
+                w_clipped = jnp.where(w != 0, w * scale.astype(w.dtype), 0)
+                states = reduce(w_clipped, *_inputs(t.tail, env), [starts[job] for job in jobs])
+                made |= dict(zip(jobs, states, strict=True))
+        clipped.append([made[job] for job in t.jobs(Phase.CLIPPED)])
+    return clipped
+
+
+def _reducer(
+    tail: Tail, choices: Sequence[Choice], jobs: Jobs, shared: float | None
+) -> Callable[..., list[Any]]:
     """A tail as a call that, for a batch, reduces over its examples.
 
     `shared` is the weight of all of them, or None if each has its own.
     """
-    tail = tail_plan.tail
 
     @custom_vmap
-    def reduce(w: Any, factors: list[Any], constants: list[Any], starts: list[State]) -> list[State]:
-        # Never run, since the weight has the example axis: it says what the states look like.
+    def reduce(w: Any, factors: list[Any], constants: list[Any], given: list[Any]) -> list[Any]:
+        # Never run, since the weight has the example axis: it says what the results look like.
         return [
-            jnp.zeros((1, *state.shape[1:]), state.dtype) if isinstance(statistic, Individual) else state
-            for (_, statistic), state in zip(tail_plan.jobs(), starts, strict=True)
+            _zeros_like_reading(statistic, aval(tail.grads[k]), x)
+            if isinstance(statistic, Reading)
+            else x
+            for (k, statistic), x in zip(jobs, given, strict=True)
         ]
 
     @reduce.def_vmap
@@ -165,25 +254,56 @@ def _reducer(tail_plan: TailPlan, shared: float | None) -> Callable[..., list[St
         w: Any,
         factors: list[Any],
         constants: list[Any],
-        starts: list[State],
-    ) -> tuple[list[State], Any]:
+        given: list[Any],
+    ) -> tuple[list[Any], Any]:
         factors = [
             x if has_axis else jnp.broadcast_to(x[None], (size, *x.shape))
             for x, has_axis in zip(factors, batched[1], strict=True)
         ]
         examples = Examples(size, w if shared is None else shared, factors, constants)
-        jobs = [Job(*job, start) for job, start in zip(tail_plan.jobs(), starts, strict=True)]
-        states: list[State] = []
-        for choice in tail_plan.choices:
-            own = jobs[len(states) : len(states) + len(tail.grads) * len(choice.statistics)]
-            states += choice.strategy.reduce(tail, own, examples)
-        return states, jax.tree.map(lambda _: False, states)
+        results = _reduce(tail, choices, jobs, given, examples)
+        has_axis = [
+            jax.tree.map(lambda _, s=statistic: isinstance(s, Reading), result)
+            for (_, statistic), result in zip(jobs, results, strict=True)
+        ]
+        return results, has_axis
 
     return reduce
 
 
-def _empty_states(plan: Plan) -> States:
-    return [[_empty_state(tail_plan.tail, *job) for job in tail_plan.jobs()] for tail_plan in plan.tails]
+def _zeros_like_reading(reading: Reading, like: Any, given: Any) -> jax.Array:
+    shape = jax.eval_shape(lambda g: reading.of(g, given), jax.ShapeDtypeStruct(like.shape, like.dtype))
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _reduce(
+    tail: Tail, choices: Sequence[Choice], jobs: Jobs, given: Sequence[Any], examples: Examples
+) -> list[Any]:
+    """The results of the jobs; a statistic takes in one kind of units after the other."""
+    results = dict(zip(jobs, given, strict=True))
+    for choice in choices:
+        units = choice.units.tail
+        own = [
+            (k, statistic)
+            for k, param in enumerate(tail.params)
+            for statistic in choice.statistics
+            if param in units.params and (k, statistic) in results
+        ]
+        fed = [Job(units.params.index(tail.params[k]), s, results[k, s]) for k, s in own]
+        made = choice.strategy.reduce(units, fed, choice.units.of(examples))
+        results |= dict(zip(own, made, strict=True))
+    return [results[job] for job in jobs]
+
+
+def _given(tail: Tail, k: int, statistic: LeafStatistic, directions: Sequence[Any] | None) -> Any:
+    """What a job starts from: an accumulator's empty state, the direction of an inner product."""
+    if isinstance(statistic, Accumulator):
+        return _empty_state(tail, k, statistic)
+    if isinstance(statistic, Projection):
+        assert directions is not None
+        direction = directions[tail.params[k]]
+        return tail.inward(tail.params[k], direction) if tail.levels else direction
+    return None
 
 
 def _empty_state(tail: Tail, grad: int, statistic: Accumulator) -> State:
@@ -194,13 +314,17 @@ def _empty_state(tail: Tail, grad: int, statistic: Accumulator) -> State:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)), state)
 
 
-def _where_individual(plan: Plan, yes: States | None, no: States | None) -> States:
-    """The states of `yes` for `Individual`, those of `no` for the other statistics."""
+def _only(plan: Plan, kind: type[LeafStatistic], results: Results) -> Results:
+    """The results of one kind of statistic, and None for the others."""
     return [
-        [
-            None if source is None else source[t][j]
-            for j, (_, statistic) in enumerate(tail_plan.jobs())
-            for source in [yes if isinstance(statistic, Individual) else no]
-        ]
-        for t, tail_plan in enumerate(plan.tails)
+        [x if isinstance(s, kind) else None for (_, s), x in zip(t.running(), own, strict=True)]
+        for t, own in zip(plan.tails, results, strict=True)
+    ]
+
+
+def _either(first: Results, second: Results) -> Results:
+    """Where there is no first, the second."""
+    return [
+        [b if a is None else a for a, b in zip(*own, strict=True)]
+        for own in zip(first, second, strict=True)
     ]

@@ -1,9 +1,14 @@
 """What can be asked for: statistics of the gradients g_1, ..., g_B of the examples of a batch.
 
-A statistic of one parameter's gradients is an accumulator. It starts empty (`init`), takes gradients
-in one at a time (`add`) or many at once (`add_all`), and is read out at the end (`finish`); taking in
-many at once gives what taking them in one by one gives. Every strategy is written in these four
-words or, where it knows better, computes the same state in another way.
+What is computed for one parameter on its own is a `LeafStatistic`, of two main kinds:
+
+- An accumulator starts empty (`init`), takes gradients in one at a time (`add`) or many at once
+  (`add_all`), and is read out at the end (`finish`); taking in many at once gives what taking them in
+  one by one gives, and two states can be merged.
+- A reading is a value for every example (`of`).
+
+Every strategy is written in these words or, where it knows better, computes the same in another way.
+Statistics of an example's whole gradient are made of such leaves (`_whole`).
 
 An example's weight `w` here is its share of the whole batch, so that a mean is a plain sum: a number
 if all have the same, else [B]. A share of 0 is not being there, whatever the gradient is (NaN too).
@@ -41,14 +46,43 @@ def accumulation_dtype(dtype: Any) -> Any:
 class Statistic:
     """Base class of everything that can stand in the tree given to `value_and_stats`."""
 
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        """What has to be computed for the parameter at `path`."""
+        return ()
+
 
 @dataclasses.dataclass(frozen=True)
-class Accumulator(Statistic, abc.ABC):
+class LeafStatistic(Statistic):
     """A statistic that is computed for each parameter on its own, from its gradients alone."""
 
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (self,)
+
     @property
-    def is_elementwise(self) -> bool:
-        """Whether every entry of the result is made of that entry of the gradients alone."""
+    def in_parts(self) -> bool:
+        """Whether a gradient may be taken in by its parts, such as the layers of a stack.
+
+        The result is then made of those of the parts, entry by entry or as their sum.
+        """
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(LeafStatistic, abc.ABC):
+    """A value for every example, whatever its weight."""
+
+    @abc.abstractmethod
+    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        """The value of one gradient; `given` is what the call gives to the statistic, if anything."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator(LeafStatistic, abc.ABC):
+    """A statistic of the gradients of all examples together."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the state is the weighted sum of the gradients and nothing else."""
         return False
 
     @abc.abstractmethod
@@ -68,11 +102,18 @@ class Accumulator(Statistic, abc.ABC):
         """The result, from the state and `count`, the sum of all weights."""
 
 
-def _per_example(per: Any) -> None:
-    if per != "example":
+Per = int | str
+
+
+def _checked_per(per: Any) -> Per:
+    """What one unit is; groups of one are examples."""
+    if per in ("example", "token"):
+        return per
+    if isinstance(per, bool) or not isinstance(per, int) or per < 1:
         raise ArgumentError(
-            f"per={per!r} is not supported yet: this version has per='example' alone. Leave `per` out."
+            f"per must be 'example', 'token' or a number of examples of at least 1, not {per!r}."
         )
+    return "example" if per == 1 else per
 
 
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
@@ -138,7 +179,10 @@ class Mean(Accumulator):
 
     Args:
       phi: an elementwise function, or None for the identity.
-      per: what one unit is; `"example"`.
+      per: what one unit is. `"example"`; a number k for groups of k neighbouring examples, whose
+        gradient is their mean; `"token"` for every single contribution to a sum over positions, times
+        their number, so that their mean is the example's gradient. A parameter's gradient that is no
+        such sum is one contribution.
       factorable: whether `phi(a * b) == phi(a) * phi(b)` for all numbers, which allows a cheaper
         strategy. Known for `jnp.square`, `jnp.abs`, `jnp.sign` and `pg.power(p)`. Wrongly said to be
         True it gives wrong results.
@@ -150,19 +194,23 @@ class Mean(Accumulator):
 
     phi: Callable[[jax.Array], jax.Array] | None = None
     _: dataclasses.KW_ONLY
-    per: str = "example"
+    per: Per = "example"
     factorable: bool | None = None
 
     def __post_init__(self) -> None:
-        _per_example(self.per)
+        object.__setattr__(self, "per", _checked_per(self.per))
         if self.phi is not None and not callable(self.phi):
             raise ArgumentError(
                 f"phi must be an elementwise function such as jnp.square, not {self.phi!r}."
             )
 
     @property
-    def is_elementwise(self) -> bool:
+    def in_parts(self) -> bool:
         return True
+
+    @property
+    def is_sum(self) -> bool:
+        return self.phi is None
 
     @property
     def is_factorable(self) -> bool:
@@ -203,7 +251,7 @@ class Mean(Accumulator):
     def __repr__(self) -> str:
         phi = "" if self.phi is None else _name(self.phi)
         said = "" if self.factorable is None else f"factorable={self.factorable}"
-        return f"Mean({', '.join(filter(None, [phi, said]))})"
+        return f"Mean({', '.join(filter(None, [phi, _per_of(self), said]))})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -217,19 +265,22 @@ class Variance(Accumulator):
     One example has no variance. A batch of one is refused; so are weights that add up to 1 or less,
     where they can be seen. Under `jit` they cannot, and there the result is NaN.
 
+    `per` says what one unit is, as for `Mean`; the count is then that of the units: a k-th of the
+    examples for groups of k, the examples times the contributions of each for `"token"`.
+
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> pg.grad_stats(loss, pg.Variance())(jnp.float32(1), jnp.array([1.0, 3.0]))
     Array(2., dtype=float32)
     """
 
     _: dataclasses.KW_ONLY
-    per: str = "example"
+    per: Per = "example"
 
     def __post_init__(self) -> None:
-        _per_example(self.per)
+        object.__setattr__(self, "per", _checked_per(self.per))
 
     @property
-    def is_elementwise(self) -> bool:
+    def in_parts(self) -> bool:
         return True
 
     def init(self, like: Shaped) -> State:
@@ -268,7 +319,11 @@ class Variance(Accumulator):
         return m2 * jnp.where(count > 1, count / (count - 1), jnp.nan)
 
     def __repr__(self) -> str:
-        return "Variance()"
+        return f"Variance({_per_of(self)})"
+
+
+def _per_of(statistic: Mean | Variance) -> str:
+    return "" if statistic.per == "example" else f"per={statistic.per!r}"
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -281,20 +336,11 @@ def _positive(share: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Individual(Accumulator):
+class Individual(Reading):
     """The gradients themselves, with the example axis in front, whatever their weights."""
 
-    def init(self, like: Shaped) -> State:
-        return jnp.zeros((0, *like.shape), like.dtype)
-
-    def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        return self.add_all(state, g[None], w)
-
-    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        return jnp.concatenate([state, gs])
-
-    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
-        return state
+    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return g
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

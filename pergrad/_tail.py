@@ -10,15 +10,18 @@ over many examples without doing that for all of them at once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pergrad._compat import Atom, JaxprEqn, Var
-from pergrad._eval import Env, evaluate, evaluate_wide, read, widen
+from pergrad._compat import Atom, JaxprEqn, Var, aval
+from pergrad._cost import size
+from pergrad._eval import Env, distinct, evaluate, evaluate_wide, read, widen
 from pergrad._statistics import Weights
+from pergrad._steps import STEPS
 from pergrad.terms import Term
 
 
@@ -57,6 +60,12 @@ class Tail:
         """The lengths of the loops that the tail stands in, the outermost first."""
         return tuple(level.length for level in reversed(self.levels))
 
+    def inward(self, param: int, v: jax.Array) -> jax.Array:
+        """The transpose of `outward`: <outward(x), v> = <x, inward(v)>."""
+        shape = (*self.lengths, *aval(self.grads[self.params.index(param)]).shape)
+        x = jax.ShapeDtypeStruct(shape, v.dtype)
+        return jax.linear_transpose(lambda x: self.outward(param, x), x)(v)[0]
+
     def outward(self, param: int, x: jax.Array) -> jax.Array:
         """Entries that are [*lengths, ...] like a gradient in here, as they lie in the parameter."""
         dtype = x.dtype
@@ -72,6 +81,40 @@ class Tail:
                 move = jax.vmap(move)
             x = move(x)
         return x.astype(dtype)
+
+    def operand(self, step: JaxprEqn) -> Var:
+        """The operand of a move or a scale that comes from the terms."""
+        on_the_way = {v for s in self.steps for v in s.outvars} | {term.out for term in self.terms}
+        return next(v for v in distinct(step.invars) if v in on_the_way)
+
+    def number(self, step: JaxprEqn, env: Env, dtype: Any) -> jax.Array:
+        """The number that a scaling step multiplies by, or as many as there are entries."""
+        operand, number = self.operand(step), STEPS[step.primitive].number
+        assert number is not None
+        given = [read(env, v) for v in step.invars if v is not operand]
+        return jnp.asarray(number(jnp.asarray(given[0], dtype) if given else None), dtype)
+
+    def why_not_similar(self) -> str | None:
+        """Why a gradient is not its one term, moved and times one number; None if it is."""
+        if len(self.terms) != 1 or len(self.grads) != 1:
+            return "not a single term"
+        for step in self.steps:
+            family = STEPS[step.primitive].family
+            if family == "mix":
+                return "mixes entries after the sum"
+            if family == "move" and size(step.outvars[0]) != size(self.operand(step)):
+                return "drops or repeats entries after the sum"
+            numbers = [v for v in step.invars if v is not self.operand(step)]
+            if family == "scale" and any(size(v) != 1 for v in numbers):
+                return "scales entries one by one"
+        return None
+
+    def similarity(self, env: Env, dtype: Any) -> jax.Array:
+        """The number by which such a gradient differs from its term."""
+        scales = [step for step in self.steps if STEPS[step.primitive].family == "scale"]
+        return math.prod(
+            (self.number(s, env, dtype).reshape(()) for s in scales), start=jnp.ones((), dtype)
+        )
 
     def gradients(self, factors: Sequence[Any], constants: Sequence[Any]) -> list[jax.Array]:
         """One example's gradients, from its factors and the constants."""

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
-from pergrad._eval import given, read
+from pergrad._eval import Env, given, read
 from pergrad._loop import Loop
 from pergrad.terms.ragged import with_batching
 
@@ -38,14 +39,16 @@ InlineTable = dict[Primitive, Inline]
 class Program:
     """The gradient program of one example.
 
-    Its inputs are the parameters, then what belongs to the example; all that is the same for every
-    call of the loss is a constant. Its outputs are the loss, the leaves of `aux`, the gradients.
+    Its inputs are the parameters, then what belongs to the example, then the cotangent of the loss, 1:
+    what depends on it belongs to the backward pass. All that is the same for every call of the loss is a
+    constant. Its outputs are the loss, the leaves of `aux`, the gradients.
     """
 
     jaxpr: Jaxpr
     consts: list[Any]
     params: tuple[Var, ...]
     example: tuple[Var, ...]
+    cotangent: Var
     value: Atom
     aux: tuple[Atom, ...]
     grads: tuple[Atom, ...]
@@ -59,12 +62,20 @@ class Program:
             jaxpr=jaxpr,
             consts=program.consts,
             params=tuple(jaxpr.invars[:num_params]),
-            example=tuple(jaxpr.invars[num_params:]),
+            example=tuple(jaxpr.invars[num_params:-1]),
+            cotangent=jaxpr.invars[-1],
             value=jaxpr.outvars[0],
             aux=tuple(jaxpr.outvars[1:end_of_aux]),
             grads=tuple(jaxpr.outvars[end_of_aux:]),
             aux_tree=aux_tree,
         )
+
+    def given(self, params: Sequence[Any], example: Sequence[Any] | None = None) -> Env:
+        """What the program starts from; without the example, what is the same for all of them."""
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        env |= zip(self.params, params, strict=True)
+        env[self.cotangent] = jnp.ones((), _compat.aval(self.cotangent).dtype)
+        return env if example is None else env | dict(zip(self.example, example, strict=True))
 
     def replaced_by(self, program: ClosedJaxpr) -> Program:
         """Another program that takes and gives the same."""
@@ -76,14 +87,23 @@ def trace(
 ) -> Program:
     """Traces `fun(params, example)`, both flat lists, and its gradient for `params`."""
 
-    def value_aux_grads(params: Sequence[Any], example: Sequence[Any]) -> tuple[Any, Any, Any]:
-        out, grads = jax.value_and_grad(fun, has_aux=has_aux)(params, example)
-        value, aux = out if has_aux else (out, None)
-        return value, aux, grads
+    def value_aux_grads(
+        params: Sequence[Any], example: Sequence[Any], cotangent: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        value, pull, *aux = jax.vjp(lambda params: fun(params, example), params, has_aux=has_aux)
+        (grads,) = pull(cotangent.astype(value.dtype))
+        return value, aux[0] if has_aux else None, grads
 
-    nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(params, example)
-    flat = jax.make_jaxpr(lambda *args: _inline(nested, args, CALLS))(*params, *example)
+    args = params, example, jax.ShapeDtypeStruct((), jnp.float32)
+    nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(*args)
+    flat = jax.make_jaxpr(lambda *args: _inline(nested, args, CALLS))(*jax.tree.leaves(args))
     return Program.of(flat, len(params), jax.tree.structure(aux_shape))
+
+
+def inlined(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The program of `fun` with its calls inlined."""
+    nested = jax.make_jaxpr(fun)(*args)
+    return jax.make_jaxpr(lambda *leaves: _inline(nested, leaves, CALLS))(*jax.tree.leaves(args))
 
 
 def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:

@@ -31,7 +31,19 @@ from pergrad._loop import Loop
 from pergrad._steps import STEPS
 from pergrad._tail import Level, Tail
 from pergrad._trace import Program
-from pergrad.terms import TERMS, Term, Total, is_zero
+from pergrad.terms import SPLIT_TERMS, TERMS, Term, Total, is_zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is wanted of the gradients, as far as it decides where they are cut.
+
+    `in_parts` are the places of those that all statistics take in by parts; `split` says whether the
+    single contributions to sums are asked for.
+    """
+
+    in_parts: tuple[int, ...]
+    split: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +64,8 @@ class Walk:
     the sizes.
 
     `given` are the inputs that vary, `grads` the gradients, `others` the other results. Those gradients
-    whose place is in `elementwise` are wanted for elementwise statistics alone.
+    whose place is in `in_parts` are wanted for statistics alone that take them in by parts. `split` says
+    whether the single contributions to sums are asked for.
     """
 
     def __init__(
@@ -61,9 +74,11 @@ class Walk:
         given: Iterable[Var],
         grads: Sequence[Atom],
         others: Iterable[Atom],
-        elementwise: Collection[int] = (),
+        in_parts: Collection[int] = (),
+        split: bool = False,
     ) -> None:
         self.eqns, self.grads, self.others = eqns, grads, tuple(others)
+        self.split, self._matches = split, TERMS | (SPLIT_TERMS if split else {})
         self.made_by: dict[Var, JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.varies = varying(eqns, given)
         self.order = {id(eqn): i for i, eqn in enumerate(eqns)}
@@ -72,23 +87,28 @@ class Walk:
         self.leaving: dict[int, list[int]] = {}  # by equation: which results only tails need
         self._find_tails()
         self._choose_cut()
-        self.opened = self._open_loops(elementwise)
+        self.opened = self._open_loops(in_parts)
 
     @staticmethod
-    def through(program: Program, elementwise: bool) -> Walk:
-        """Through a whole program; `elementwise` says whether all statistics are."""
-        places = range(len(program.grads)) if elementwise else ()
+    def through(program: Program, wanted: Wanted) -> Walk:
+        """Through a whole program."""
         others = [program.value, *program.aux]
-        return Walk(program.jaxpr.eqns, program.example, program.grads, others, places)
+        eqns, given, grads = program.jaxpr.eqns, program.example, program.grads
+        return Walk(eqns, given, grads, others, wanted.in_parts, wanted.split)
 
     @staticmethod
     def inside(
-        jaxpr: Jaxpr, given: Iterable[Var], leaving: Sequence[int], elementwise: Collection[int] = ()
+        jaxpr: Jaxpr,
+        given: Iterable[Var],
+        leaving: Sequence[int],
+        in_parts: Collection[int] = (),
+        *,
+        split: bool,
     ) -> Walk:
         """Through a step of a loop or a branch, whose results `leaving` are the gradients."""
         grads = [jaxpr.outvars[k] for k in leaving]
         others = [v for k, v in enumerate(jaxpr.outvars) if k not in leaving]
-        return Walk(jaxpr.eqns, given, grads, others, elementwise)
+        return Walk(jaxpr.eqns, given, grads, others, in_parts, split)
 
     def varying_operands(self, eqn: JaxprEqn) -> list[int]:
         return [i for i, v in enumerate(eqn.invars) if is_in(v, self.varies)]
@@ -112,7 +132,7 @@ class Walk:
                 wanted_by_backbone |= variables(eqn.invars)
 
     def _is_term(self, eqn: JaxprEqn, operands: Collection[int]) -> bool:
-        match = TERMS.get(eqn.primitive)
+        match = self._matches.get(eqn.primitive)
         term = match(eqn, operands, self.made_by) if match else None
         if term is not None:
             self.terms[term.out] = term
@@ -134,17 +154,17 @@ class Walk:
                 self.steps.discard(id(eqn))
             carry.update(dict.fromkeys(eqn.outvars, min(result, through)))
 
-    def _open_loops(self, elementwise: Collection[int]) -> dict[int, list[Opened]]:
+    def _open_loops(self, in_parts: Collection[int]) -> dict[int, list[Opened]]:
         """The loops, by equation, that gradients leave as outputs to be moved and nothing else."""
         read = [v for eqn in self.eqns for v in eqn.invars] + [*self.grads, *self.others]
         uses = Counter(v for v in read if not isinstance(v, Literal))
         opened: dict[int, list[Opened]] = {}
-        for place in elementwise:
+        for place in in_parts:
             v, moves = self.grads[place], []
             while not isinstance(v, Literal) and uses[v] == 1 and v in self.varies:
                 eqn = self.made_by.get(v)
                 loop = Loop.of(eqn)
-                if eqn is None or (loop is None and not self._is_move(eqn)):
+                if eqn is None or (loop is None and not self._is_rearrangement(eqn)):
                     break
                 if loop is not None:
                     result = eqn.outvars.index(v)
@@ -155,6 +175,10 @@ class Walk:
                 moves.append(eqn)
                 v = eqn.invars[0]
         return opened
+
+    def _is_rearrangement(self, eqn: JaxprEqn) -> bool:
+        """A move that neither drops nor repeats entries."""
+        return self._is_move(eqn) and size(eqn.invars[0]) == size(eqn.outvars[0])
 
     def _is_move(self, eqn: JaxprEqn) -> bool:
         is_move = eqn.primitive in STEPS and STEPS[eqn.primitive].family == "move"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
-from pergrad._statistics import Accumulator, State, Weights, total
+from pergrad._statistics import LeafStatistic, Weights, total
 from pergrad._tail import Tail
 
 
@@ -36,12 +36,13 @@ class Examples:
 class Job:
     """One statistic to feed with the gradients of one of the tail's parameters.
 
-    `grad` says which, `start` is the state so far.
+    `grad` says which. `given` is the state of an accumulator so far, or what the call gives to another
+    statistic, if anything.
     """
 
     grad: int
-    statistic: Accumulator
-    start: State
+    statistic: LeafStatistic
+    given: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Strategy(abc.ABC):
     name: ClassVar[str]
 
     @abc.abstractmethod
-    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         """Why the strategy cannot give this statistic, or None if it can."""
 
     @abc.abstractmethod
-    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
-        """The new state of every job."""
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        """For every job the new state of its accumulator, or its values for all examples."""

@@ -14,12 +14,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from pergrad._compat import JaxprEqn, Literal
 from pergrad._eval import evaluate_wide, read
-from pergrad._statistics import Accumulator, Mean, State
+from pergrad._statistics import LeafStatistic, Mean
 from pergrad._steps import STEPS
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -30,7 +26,7 @@ from pergrad.terms import Product
 class Factored(Strategy):
     name = "factored"
 
-    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         if not isinstance(statistic, Mean):
             return "not a mean"
         if not statistic.is_factorable:
@@ -43,8 +39,8 @@ class Factored(Strategy):
             return "mixes entries after the product"
         return None
 
-    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
-        return [job.start + self._sum(tail, job.statistic, examples) for job in jobs]
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        return [job.given + self._sum(tail, job.statistic, examples) for job in jobs]
 
     def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
         (product,) = tail.terms
@@ -52,20 +48,10 @@ class Factored(Strategy):
         phi = mean.apply if mean.phi is not None else lambda x: x
         env = tail.env(examples.factors, examples.constants)
         env[product.out] = product.sum_of(phi, env, examples.weights)
-        on_the_way = {product.out, *(v for step in tail.steps for v in step.outvars)}
         for step in tail.steps:
             if STEPS[step.primitive].family == "scale":
-                is_number = [isinstance(v, Literal) or v not in on_the_way for v in step.invars]
-                numbers = [read(env, v) for v, n in zip(step.invars, is_number, strict=True) if n]
-                x = read(env, step.invars[is_number.index(False)])
-                env[step.outvars[0]] = x * mean.apply(_number(step, numbers, x.dtype))
+                x = env[tail.operand(step)]
+                env[step.outvars[0]] = x * mean.apply(tail.number(step, env, x.dtype))
             else:
                 evaluate_wide([step], env)
         return read(env, tail.grads[0])
-
-
-def _number(step: JaxprEqn, numbers: list[Any], dtype: Any) -> jax.Array:
-    """The number c that a scaling step multiplies by."""
-    number = STEPS[step.primitive].number
-    assert number is not None
-    return jnp.asarray(number(jnp.asarray(numbers[0], dtype) if numbers else None), dtype)

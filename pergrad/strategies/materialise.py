@@ -1,18 +1,20 @@
 """The reference: form every example's gradient, then reduce.
 
-Costs as much memory as there are examples times parameters. It is the choice for small gradients and
-the only one for `Individual`; every other strategy is tested against it.
+Costs as much memory as there are examples times parameters. It is the choice for small gradients; every
+other strategy is tested against it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from pergrad._statistics import Accumulator, State
+from pergrad._statistics import Accumulator, LeafStatistic, Reading
 from pergrad._tail import Tail
+from pergrad._whole import Pairs
 from pergrad.strategies._strategy import Examples, Job, Strategy
 
 
@@ -20,11 +22,21 @@ from pergrad.strategies._strategy import Examples, Job, Strategy
 class Materialise(Strategy):
     name = "materialise"
 
-    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         return None
 
-    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         gs = jax.vmap(
             lambda factors: tail.gradients(factors, examples.constants), axis_size=examples.size
         )(examples.factors)
-        return [job.statistic.add_all(job.start, gs[job.grad], examples.weights) for job in jobs]
+        return [_feed(job, gs[job.grad], examples) for job in jobs]
+
+
+def _feed(job: Job, gs: jax.Array, examples: Examples) -> Any:
+    statistic = job.statistic
+    if isinstance(statistic, Reading):
+        return jax.vmap(lambda g: statistic.of(g, job.given))(gs)
+    if isinstance(statistic, Pairs):
+        return statistic.of_all(gs)
+    assert isinstance(statistic, Accumulator)
+    return statistic.add_all(job.given, gs, examples.weights)

@@ -7,32 +7,39 @@ n = sum_i w_i, the rows of a table that an example did not touch have the gradie
     sum_i w_i (g_i[k] - m)^2 = (n - t) m^2 + sum over rows with k_ir = k of w_i (v_ir - m)^2
 
 with m the mean of g_i[k] and t the weight of the examples that touch k. No difference of large numbers
-appears in the second, and neither can be told from the dense computation but by its cost.
+appears in the second, and neither can be told from the dense computation but by its cost. A squared norm
+is the sum of the squares of an example's rows; for inner products of two examples' gradients the rows of
+one are laid out in a table, where those of the others are looked up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pergrad._eval import evaluate_wide, read
-from pergrad._statistics import Accumulator, Mean, State, Variance, Weights, total, weigh
+from pergrad._statistics import LeafStatistic, Mean, Variance, Weights, total, weigh
 from pergrad._steps import STEPS
 from pergrad._tail import Tail
+from pergrad._whole import Pairs, SquaredNorm
 from pergrad.strategies._strategy import Examples, Job, Strategy
 from pergrad.terms import Lookup
 from pergrad.terms.scatter import Rows
+
+_MEAN = Mean()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Strategy):
     name = "sparse"
 
-    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
-        if not isinstance(statistic, (Mean, Variance)):
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
+        if not isinstance(statistic, (Mean, Variance, SquaredNorm, Pairs)):
             return "needs the whole gradient"
         if len(tail.terms) != 1 or not isinstance(tail.terms[0], Lookup):
             return "not a single lookup"
@@ -40,9 +47,11 @@ class Sparse(Strategy):
             return "mixes or scales entries after the lookup"
         if isinstance(statistic, Mean) and not _is_finite_at_zero(statistic):
             return "phi(0) is not known to be finite"
+        if isinstance(statistic, (SquaredNorm, Pairs)) and (why_not := tail.why_not_similar()):
+            return why_not
         return tail.terms[0].why_not_rows()
 
-    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         (lookup,) = tail.terms
         assert isinstance(lookup, Lookup)
         rows, w = lookup.rows(tail.env(examples.factors, examples.constants)), examples.weights
@@ -50,22 +59,44 @@ class Sparse(Strategy):
 
         means = list(dict.fromkeys(j.statistic for j in jobs if isinstance(j.statistic, Mean)))
         if any(isinstance(job.statistic, Variance) for job in jobs):
-            means = list(dict.fromkeys([*means, Mean()]))
-        zero = jnp.zeros((), rows.values.dtype)
-        columns = [weigh(mean.apply(rows.values) - mean.apply(zero), w) for mean in means]
-        table = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
-        sums = {mean: table[i] + n * mean.apply(zero) for i, mean in enumerate(means)}
+            means = list(dict.fromkeys([*means, _MEAN]))
+        sums: dict[Mean, jax.Array] = {}
+        if means:
+            zero = jnp.zeros((), rows.values.dtype)
+            columns = [weigh(mean.apply(rows.values) - mean.apply(zero), w) for mean in means]
+            table = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
+            sums = {mean: table[i] + n * mean.apply(zero) for i, mean in enumerate(means)}
 
-        states = []
-        for job in jobs:
-            if isinstance(job.statistic, Variance):
-                mean = sums[Mean()] / jnp.maximum(n, jnp.finfo(n.dtype).tiny)
-                m2 = _squares_around(mean, lookup, rows, w, n)
-                mean, m2 = (_moved(tail, lookup, x, examples) for x in (mean, m2))
-                states.append(job.statistic.merge(job.start, (n, mean, m2)))
-            elif isinstance(job.statistic, Mean):
-                states.append(job.start + _moved(tail, lookup, sums[job.statistic], examples))
-        return states
+        def result(job: Job) -> Any:
+            match job.statistic:
+                case Variance():
+                    mean = sums[_MEAN] / jnp.maximum(n, jnp.finfo(n.dtype).tiny)
+                    m2 = _squares_around(mean, lookup, rows, w, n)
+                    mean, m2 = (_moved(tail, lookup, x, examples) for x in (mean, m2))
+                    return job.statistic.merge(job.given, (n, mean, m2))
+                case Mean():
+                    return job.given + _moved(tail, lookup, sums[job.statistic], examples)
+                case SquaredNorm():
+                    return _squared_norms(lookup, rows)
+                case Pairs():
+                    return _pairs(lookup, rows)
+            raise AssertionError(job.statistic)
+
+        return [result(job) for job in jobs]
+
+
+def _squared_norms(lookup: Lookup, rows: Rows) -> jax.Array:
+    squares = jnp.sum(jnp.square(rows.values), axis=range(2, rows.values.ndim))
+    return jnp.sum(jnp.where(rows.keys < lookup.table, squares, 0), axis=1)
+
+
+def _pairs(lookup: Lookup, rows: Rows) -> jax.Array:
+    def row(own: tuple[jax.Array, jax.Array]) -> jax.Array:
+        keys, values = own
+        (table,) = lookup.to_table(keys[None], values[None, :, None])
+        return jnp.sum(lookup.at(table, rows.keys) * rows.values, axis=range(1, rows.values.ndim))
+
+    return lax.map(row, (rows.keys, rows.values))
 
 
 def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: jax.Array) -> jax.Array:

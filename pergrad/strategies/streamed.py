@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from pergrad._statistics import Accumulator, Individual, State
+from pergrad._statistics import Accumulator, LeafStatistic, Reading, State
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
 
@@ -30,35 +31,53 @@ class Streamed(Strategy):
     at_a_time: int = 1
     batched: bool = False
 
-    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
-        return "asks for all gradients" if isinstance(statistic, Individual) else None
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
+        return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
-    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         shared = None if isinstance(examples.weights, jax.Array) else examples.weights
         xs = (examples.factors, examples.weights if shared is None else None)
+        accumulators = [(j.grad, j.statistic) for j in jobs if isinstance(j.statistic, Accumulator)]
+        readings = [(j.grad, j.statistic, j.given) for j in jobs if isinstance(j.statistic, Reading)]
 
         def gradients(factors: list[jax.Array]) -> list[jax.Array]:
             return tail.gradients(factors, examples.constants)
 
-        def one(states: list[State], xs: Any) -> tuple[list[State], None]:
+        def one(states: list[State], xs: Any) -> tuple[list[State], list[Any]]:
             factors, w = xs
             gs, w = gradients(factors), w if shared is None else shared
-            pairs = zip(jobs, states, strict=True)
-            return [job.statistic.add(state, gs[job.grad], w) for job, state in pairs], None
+            pairs = zip(accumulators, states, strict=True)
+            values = [reading.of(gs[k], given) for k, reading, given in readings]
+            return [accumulator.add(state, gs[k], w) for (k, accumulator), state in pairs], values
 
-        def group(states: list[State], xs: Any) -> tuple[list[State], None]:
+        def group(states: list[State], xs: Any) -> tuple[list[State], list[Any]]:
             factors, w = xs
             gs = jax.vmap(gradients, axis_size=self.at_a_time)(factors)
             w = w if shared is None else shared
-            pairs = zip(jobs, states, strict=True)
-            return [job.statistic.add_all(state, gs[job.grad], w) for job, state in pairs], None
+            pairs = zip(accumulators, states, strict=True)
+            values = [
+                jax.vmap(lambda g, reading=reading, given=given: reading.of(g, given))(gs[k])
+                for k, reading, given in readings
+            ]
+            return [accumulator.add_all(state, gs[k], w) for (k, accumulator), state in pairs], values
 
-        states, size = [job.start for job in jobs], examples.size
-        if not self.batched:
-            return lax.scan(one, states, xs, length=size, unroll=min(self.at_a_time, size))[0]
-        steps = size // self.at_a_time
-        grouped = steps * self.at_a_time
-        groups = jax.tree.map(lambda x: x[:grouped].reshape(steps, self.at_a_time, *x.shape[1:]), xs)
-        states, _ = lax.scan(group, states, groups, length=steps)
-        rest = jax.tree.map(lambda x: x[grouped:], xs)
-        return lax.scan(one, states, rest, length=size - grouped)[0]
+        states = [job.given for job in jobs if isinstance(job.statistic, Accumulator)]
+        size = examples.size
+        if self.batched:
+            steps = size // self.at_a_time
+            grouped = steps * self.at_a_time
+            groups = jax.tree.map(lambda x: x[:grouped].reshape(steps, self.at_a_time, *x.shape[1:]), xs)
+            states, first = lax.scan(group, states, groups, length=steps)
+            rest = jax.tree.map(lambda x: x[grouped:], xs)
+            states, last = lax.scan(one, states, rest, length=size - grouped)
+            values = [
+                jnp.concatenate([a.reshape(grouped, *b.shape[1:]), b])
+                for a, b in zip(first, last, strict=True)
+            ]
+        else:
+            states, values = lax.scan(one, states, xs, length=size, unroll=min(self.at_a_time, size))
+        of_accumulators, of_readings = iter(states), iter(values)
+        return [
+            next(of_accumulators if isinstance(job.statistic, Accumulator) else of_readings)
+            for job in jobs
+        ]

@@ -1,17 +1,26 @@
-"""The mean gradient alone, as `jax.grad` computes it.
+"""The mean gradient alone, as `jax.grad` computes it, and weighted sums in general.
 
 The steps of a tail commute with sums over the examples, so the sum is taken of the terms, where it is
 one product over examples and positions at once. Where the gradient is the same for all examples, one
 of them with the weight of all says everything.
+
+Inner products with a direction v have the same price, since they are the derivative of the sum:
+
+    <g_i, v> = d/dw_i <sum_i w_i g_i, v>.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from pergrad._statistics import Accumulator, Mean, State, Variance
+import jax
+import jax.numpy as jnp
+
+from pergrad._statistics import Accumulator, LeafStatistic, Mean, Variance, Weights
 from pergrad._tail import Tail
+from pergrad._whole import Projection
 from pergrad.strategies._strategy import Examples, Job, Strategy
 
 
@@ -19,15 +28,31 @@ from pergrad.strategies._strategy import Examples, Job, Strategy
 class Summed(Strategy):
     name = "summed"
 
-    def why_not(self, tail: Tail, statistic: Accumulator) -> str | None:
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
+        if isinstance(statistic, Accumulator) and statistic.is_sum:
+            return None
         if not tail.terms:
             return None if isinstance(statistic, (Mean, Variance)) else "not a mean"
-        is_mean = isinstance(statistic, Mean) and statistic.phi is None
-        return None if is_mean else "not the mean gradient"
+        return None if isinstance(statistic, Projection) else "not the mean gradient"
 
-    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[State]:
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         total = examples.total
-        sums = tail.summed_gradients(examples.factors, examples.constants, examples.weights, total)
-        if tail.terms:
-            return [job.start + sums[job.grad] for job in jobs]
-        return [job.statistic.add(job.start, sums[job.grad], total) for job in jobs]
+
+        def sums(w: Weights, total: Any) -> list[jax.Array]:
+            return tail.summed_gradients(examples.factors, examples.constants, w, total)
+
+        def projections(job: Job) -> jax.Array:
+            ones = jnp.ones(examples.size, job.given.dtype)
+            _, pull = jax.vjp(lambda w: sums(w, jnp.sum(w))[job.grad].astype(w.dtype), ones)
+            return pull(job.given)[0]
+
+        def added(job: Job, g: jax.Array) -> Any:
+            assert isinstance(job.statistic, Accumulator)
+            return job.given + g if tail.terms else job.statistic.add(job.given, g, total)
+
+        is_projection = [isinstance(job.statistic, Projection) for job in jobs]
+        gs = [] if all(is_projection) else sums(examples.weights, total)
+        return [
+            projections(job) if is_one else added(job, gs[job.grad])
+            for job, is_one in zip(jobs, is_projection, strict=True)
+        ]

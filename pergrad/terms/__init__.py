@@ -19,6 +19,7 @@ from pergrad.terms.scatter import Lookup as Lookup
 from pergrad.terms.scatter import Scatter as Scatter
 from pergrad.terms.scatter import Slice as Slice
 from pergrad.terms.scatter import is_zero as is_zero
+from pergrad.terms.total import Sum as Sum
 from pergrad.terms.total import Total as Total
 
 Match = Callable[[JaxprEqn, Collection[int], Mapping[Var, JaxprEqn]], Term | None]
@@ -30,3 +31,6 @@ TERMS: dict[Primitive, Match] = {
     primitives.scatter_add_p: Scatter.match,
     _compat.ragged_dot_general_p: Ragged.match,
 }
+
+# Where single contributions are asked for, plain sums are terms too.
+SPLIT_TERMS: dict[Primitive, Match] = {primitives.reduce_sum_p: Sum.match}

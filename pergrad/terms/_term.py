@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 
@@ -52,3 +53,11 @@ class Term(abc.ABC):
     @abc.abstractmethod
     def sum(self, env: Env, w: Weights) -> jax.Array:
         """The term's weighted sum over examples, from factors [B, ...]; float32 at least."""
+
+    @abc.abstractmethod
+    def split(self, env: Env) -> list[jax.Array]:
+        """What each single contribution is made of, [B, contributions, ...], from factors [B, ...]."""
+
+    @abc.abstractmethod
+    def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """One contribution, shaped like the term, from its parts; float32 at least."""

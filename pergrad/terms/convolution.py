@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,20 +74,38 @@ class Convolution(Term):
         return math.prod(self.positions) * self.contributions * features * x.dtype.itemsize
 
     def form(self, env: Env) -> None:
-        x, y = (read(env, v) for v in self.eqn.invars)
-        dims, groups = self.eqn.params["dimension_numbers"], self.eqn.params["batch_group_count"]
-        (n, *x_summed), (o, *y_summed) = dims.lhs_spec, dims.rhs_spec
-        x, y = jnp.transpose(x, (*x_summed, n)), jnp.transpose(y, (*y_summed, o))
-        patches = jnp.stack(self._patches(x, y.shape[1:-1]))
+        patches, y = self._as_product(*(read(env, v) for v in self.eqn.invars))
         g = lax.dot_general(
-            patches.reshape(len(patches), self.contributions, groups, -1),
-            y.reshape(self.contributions, groups, -1),
+            patches,
+            y,
             (((1,), (0,)), ((2,), (1,))),
             precision=self.eqn.params["precision"],
             preferred_element_type=self.eqn.params["preferred_element_type"],
         )
+        env[self.out] = self._from_product(g)
+
+    def _as_product(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of one example, X [p, (i, k), G, n] and Y [(i, k), G, o]."""
+        dims, groups = self.eqn.params["dimension_numbers"], self.eqn.params["batch_group_count"]
+        (n, *x_summed), (o, *y_summed) = dims.lhs_spec, dims.rhs_spec
+        x, y = jnp.transpose(x, (*x_summed, n)), jnp.transpose(y, (*y_summed, o))
+        patches = jnp.stack(self._patches(x, y.shape[1:-1]))
+        patches = patches.reshape(len(patches), self.contributions, groups, -1)
+        return patches, y.reshape(self.contributions, groups, -1)
+
+    def _from_product(self, g: jax.Array) -> jax.Array:
         g = g.transpose(2, 1, 0, 3)  # [G, p, n, o] to [n, p, G, o]
-        env[self.out] = self._in_layout(g.reshape(len(g), *self.positions, -1))
+        return self._in_layout(g.reshape(len(g), *self.positions, -1))
+
+    def split(self, env: Env) -> list[jax.Array]:
+        patches, y = jax.vmap(self._as_product)(*(read(env, v) for v in self.eqn.invars))
+        return [jnp.moveaxis(patches, 2, 1), y]
+
+    def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
+        patch, y = parts
+        dtype = accumulation_dtype(aval(self.out).dtype)
+        g = lax.dot_general(patch, y, (((), ()), ((1,), (0,))), preferred_element_type=dtype)
+        return self._from_product(g)
 
     def _patches(self, x: jax.Array, sizes: Collection[int]) -> list[jax.Array]:
         """X_p [i, k..., n] for every p, from x [i, spatial..., n], with as many k as `sizes` says."""

@@ -9,16 +9,23 @@ sum_i w_i X_i^T D_i is the same product with the examples as one more contracted
 position g is an outer product, and an elementwise phi with phi(ab) = phi(a) phi(b) goes inside:
 
     sum_i w_i phi(X_i^T D_i) = sum_i w_i phi(X_i)^T phi(D_i).
+
+Inner products of two gradients do not need the gradients:
+
+    <X^T D, Y^T E> = trace(D^T X Y^T E) = <X Y^T, D E^T>,
+
+with products over features in place of positions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pergrad._compat import JaxprEqn, Var, aval
@@ -67,6 +74,37 @@ class Product(Term):
             return weigh(self._product(x, d, dtype, examples=1), w)
         x, d = (weigh(x, w), d) if x.size < d.size else (x, weigh(d, w))
         return self._product(x, d, dtype, examples=1)
+
+    def split(self, env: Env) -> list[jax.Array]:
+        contracted, _ = self.eqn.params["dimension_numbers"]
+        parts = []
+        for v, summed in zip(self.eqn.invars, contracted, strict=True):
+            x = jnp.moveaxis(read(env, v), [a + 1 for a in summed], range(1, 1 + len(summed)))
+            parts.append(x.reshape(len(x), self.contributions, *x.shape[1 + len(summed) :]))
+        return parts
+
+    def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
+        contracted, batched = self.eqn.params["dimension_numbers"]
+        left = [
+            tuple(a - sum(c < a for c in summed) for a in batch)
+            for summed, batch in zip(contracted, batched, strict=True)
+        ]
+        x, d = parts
+        dtype = accumulation_dtype(aval(self.out).dtype)
+        return lax.dot_general(x, d, (((), ()), (left[0], left[1])), preferred_element_type=dtype)
+
+    def in_rows(self, env: Env) -> tuple[jax.Array, jax.Array]:
+        """X [B, batch, T, a] and D [B, batch, T, b], in float32 at least, from factors [B, ...]."""
+        dtype = accumulation_dtype(aval(self.out).dtype)
+        contracted, batched = self.eqn.params["dimension_numbers"]
+        rows = []
+        for v, summed, batch in zip(self.eqn.invars, contracted, batched, strict=True):
+            x = read(env, v)
+            free = [a for a in range(x.ndim - 1) if a not in (*summed, *batch)]
+            x = x.transpose(0, *(a + 1 for a in (*batch, *summed, *free)))
+            num_batch = math.prod(x.shape[1 : 1 + len(batch)])
+            rows.append(x.reshape(len(x), num_batch, self.contributions, -1).astype(dtype))
+        return rows[0], rows[1]
 
     def _product(self, x: Any, d: Any, dtype: Any, *, examples: int) -> jax.Array:
         """X^T D of one example (`examples=0`) or summed over an example axis in front (1).

@@ -60,6 +60,29 @@ class Ragged(Term):
         env[self.out] = self._product(x, d, sizes, self.eqn.params["preferred_element_type"])
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
+        return self.sum_of(lambda x: x, env, w)
+
+    def sum_of(self, phi: Callable[[Any], Any], env: Env, w: Weights) -> jax.Array:
+        """The sum over examples, and their positions, of w phi(x_t) phi(d_t)^T in each group."""
+        x, d, sizes = self._read(env)
+        dtype = accumulation_dtype(aval(self.out).dtype)
+        x, d = phi(x).astype(dtype), phi(d).astype(dtype)
+        x, d = weigh_factors(x, d, w) if isinstance(w, jax.Array) else (weigh(x, w), d)
+        order = jnp.argsort(_groups(sizes, x.shape[1]).reshape(-1), stable=True)
+        x, d = (a.reshape(-1, a.shape[2])[order] for a in (x, d))
+        return self._product(x, d, jnp.sum(sizes, axis=0), dtype)
+
+    def split(self, env: Env) -> list[jax.Array]:
+        x, d, sizes = self._read(env)
+        groups = _groups(sizes, x.shape[1])
+        return [x, d, jax.nn.one_hot(groups, sizes.shape[1], dtype=sizes.dtype)]
+
+    def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
+        x, d, sizes = parts
+        return self._product(x[None], d[None], sizes, accumulation_dtype(aval(self.out).dtype))
+
+    def _read(self, env: Env) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, a], d [B, T, b] and the sizes of the groups [B, groups]."""
         size = env[self.factors[0]].shape[0]
         x, d, sizes = (
             x if v in self.factors else jnp.broadcast_to(x, (size, *jnp.shape(x)))
@@ -67,17 +90,7 @@ class Ragged(Term):
             for x in [read(env, v)]
         )
         x, d = (jnp.moveaxis(a, axis + 1, 1) for a, axis in zip((x, d), self._positions, strict=True))
-        dtype = accumulation_dtype(aval(self.out).dtype)
-        x, d = x.astype(dtype), d.astype(dtype)
-        x, d = weigh_factors(x, d, w) if isinstance(w, jax.Array) else (weigh(x, w), d)
-
-        # The group of every position; those behind the last group are in none.
-        groups = jax.vmap(lambda s: jnp.searchsorted(jnp.cumsum(s), jnp.arange(x.shape[1]), "right"))(
-            sizes
-        )
-        order = jnp.argsort(groups.reshape(-1), stable=True)
-        x, d = (a.reshape(-1, a.shape[2])[order] for a in (x, d))
-        return self._product(x, d, jnp.sum(sizes, axis=0), dtype)
+        return x, d, sizes
 
     def _product(self, x: Any, d: Any, sizes: Any, dtype: Any) -> jax.Array:
         """g of positions in rows: x [T, a], d [T, b] -> [groups, a, b]."""
@@ -89,6 +102,12 @@ class Ragged(Term):
             precision=self.eqn.params["precision"],
             preferred_element_type=dtype,
         )
+
+
+def _groups(sizes: jax.Array, positions: int) -> jax.Array:
+    """The group of every position [B, positions]; those behind the last group are in none."""
+    ends = jnp.cumsum(sizes, axis=1)
+    return jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(positions), "right"))(ends)
 
 
 def sums_over_groups(eqn: JaxprEqn) -> bool:

@@ -71,6 +71,14 @@ class Lookup(Term):
     def sizes(self, axes: Collection[int]) -> tuple[int, ...]:
         return tuple(aval(self.out).shape[a] for a in axes)
 
+    def split(self, env: Env) -> list[jax.Array]:
+        keys, values = self.keys_and_values(env)
+        return [keys, values]
+
+    def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
+        key, value = parts
+        return self.to_table(key[None, None], value[None, None, None])[0]
+
     def rows(self, env: Env) -> Rows:
         """The rows of all examples, whose factors in `env` are [B, ...]."""
         keys, values = self.keys_and_values(env)
@@ -148,6 +156,29 @@ class Scatter(Lookup):
             sizes = self.sizes(self.indexed)
             along = [jnp.clip(i, 0, s - 1) for i, s in zip(along, sizes, strict=True)]
         return self.keys(along), values
+
+    def split(self, env: Env) -> list[jax.Array]:
+        if self.why_not_rows() is None:
+            return super().split(env)
+        # All lookups of the example, with the cotangents of all but one set to 0.
+        indices, updates = self._read(env)
+        dims, n = self.eqn.params["dimension_numbers"], self.contributions
+        lookups = [a for a in range(updates.ndim - 1) if a not in dims.update_window_dims]
+        shape = [updates.shape[a + 1] for a in lookups]
+        own = jnp.eye(n, dtype=bool).reshape(n, *shape)
+        own = jnp.expand_dims(own, [a + 1 for a in dims.update_window_dims])[None]
+        return [
+            jnp.broadcast_to(indices[:, None], (len(indices), n, *indices.shape[1:])),
+            jnp.where(own, updates[:, None], 0),
+        ]
+
+    def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
+        if self.why_not_rows() is None:
+            return super().contribution(parts)
+        indices, updates = parts
+        zeros = jnp.zeros(aval(self.out).shape, updates.dtype)
+        dims, mode = self.eqn.params["dimension_numbers"], self.eqn.params["mode"]
+        return lax.scatter_add(zeros, indices, updates, dims, mode=mode)
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
         # The examples are one more axis of lookups.

@@ -1,0 +1,249 @@
+"""Statistics of an example's whole gradient: norms, clipped means, inner products, factors.
+
+Each is made of leaves, one for every parameter, of which most are sums over parameters:
+
+    ||g_i||^2 = sum over parameters of ||g_i||^2,     <g_i, v> and <g_i, g_j> alike.
+
+A clipped mean needs every norm before its first sum. It takes no second backward pass: once the norms
+are there, it is a mean with other weights, w_i min(1, C / ||g_i||), over factors that are still there.
+
+Squares are kept in float32 at least (float64 for float64 gradients). A norm below 1e-19 or above 1e19 is
+0 or infinite in float32, as its square is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._errors import ArgumentError
+from pergrad._statistics import (
+    Accumulator,
+    LeafStatistic,
+    Mean,
+    Reading,
+    Shaped,
+    State,
+    Statistic,
+    Weights,
+    accumulation_dtype,
+)
+
+Where = Callable[[str], bool]
+
+
+def _wide(g: jax.Array) -> jax.Array:
+    return g.astype(accumulation_dtype(g.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredNorm(Reading):
+    """`||g||^2` of one parameter's gradient."""
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return jnp.sum(jnp.square(_wide(g)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection(Reading):
+    """`<g, v>` of one parameter's gradient; `v` is given."""
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return jnp.sum(_wide(g) * given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(LeafStatistic):
+    """`<g_i, g_j>` of one parameter's gradients, [B, B]."""
+
+    def of_all(self, gs: jax.Array) -> jax.Array:
+        gs = _wide(gs).reshape(len(gs), -1)
+        return gs @ gs.T
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved(LeafStatistic):
+    """The factors of one parameter's gradients, `FactorPair` or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Selecting(Statistic):
+    """A statistic of the parameters that `where` selects by their path."""
+
+    def _check_where(self, where: Any) -> None:
+        if where is not None and not callable(where):
+            raise ArgumentError(
+                f"{type(self).__name__}: where must be a function of a parameter's path, a string such "
+                f"as \"['block']['w']\", that returns True or False; not {where!r}."
+            )
+
+
+def root(square: jax.Array) -> jax.Array:
+    """The square root; its derivative at 0 is taken to be 0."""
+    is_zero = square == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
+
+
+def _check_by(statistic: Statistic, by: Any) -> None:
+    if by not in ("all", "leaf"):
+        name = type(statistic).__name__
+        raise ArgumentError(f"{name}: by must be 'all' or 'leaf' (each parameter alone), not {by!r}.")
+
+
+def selects(statistic: Statistic, path: str) -> bool:
+    """Whether a statistic looks at the parameter at `path`."""
+    where = getattr(statistic, "where", None)
+    return where is None or bool(where(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm(_Selecting):
+    """The l2 norm of each example's gradient, shape [B], whatever the examples' weights.
+
+    Args:
+      by: `"all"`: of all parameters together. `"leaf"`: of each parameter alone, in a tree like them.
+      where: a function of a parameter's path, the string that `explain` shows: those for which it
+        returns True count. With `by="leaf"` the others are None.
+
+    >>> loss = lambda p, x: jnp.mean(p["w"] * x + p["b"])
+    >>> params = {"w": jnp.float32(1), "b": jnp.float32(1)}
+    >>> pg.grad_stats(loss, pg.Norm())(params, jnp.array([0.0, 1.0, 3.0]))
+    Array([1.       , 1.4142135, 3.1622777], dtype=float32)
+    >>> pg.grad_stats(loss, pg.Norm(where=lambda path: "w" in path))(params, jnp.array([0.0, 1.0, 3.0]))
+    Array([0., 1., 3.], dtype=float32)
+    """
+
+    by: str = "all"
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        _check_by(self, self.by)
+        self._check_where(self.where)
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (SquaredNorm(),) if selects(self, path) else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gram(_Selecting):
+    """The inner products `<g_i, g_j>` of the examples' gradients, [B, B], whatever their weights.
+
+    `where` selects parameters as in `Norm`. What a microbatch saves of these parameters (inputs and
+    residuals of their layers) is kept until all examples have been through the model.
+
+    >>> loss = lambda w, x: jnp.mean(x @ w)
+    >>> pg.grad_stats(loss, pg.Gram())(jnp.ones(2), jnp.array([[1.0, 0.0], [3.0, 4.0]]))
+    Array([[ 1.,  3.],
+           [ 3., 25.]], dtype=float32)
+    """
+
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        self._check_where(self.where)
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (Pairs(),) if selects(self, path) else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot(Statistic):
+    """The inner product `<g_i, v>` of each example's gradient with a direction, shape [B].
+
+    The direction is given at the call, as `direction=`: a tree like the parameters.
+
+    >>> loss = lambda w, x: jnp.mean(x @ w)
+    >>> pg.grad_stats(loss, pg.Dot())(jnp.ones(2), jnp.eye(2), direction=jnp.array([5.0, 7.0]))
+    Array([5., 7.], dtype=float32)
+    """
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (Projection(),)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedMean(Accumulator):
+    """`sum_i w_i g_i min(1, max_norm / ||g_i||) / sum_i w_i`: the mean of clipped gradients.
+
+    Shaped and typed like the parameters. It is a mean: multiply it by the number of examples to have
+    the sum. A `max_norm` of 0 gives 0, infinity the mean gradient. An example whose norm is not finite
+    makes the result NaN, unless its weight is 0.
+
+    Args:
+      max_norm: the largest norm that is left as it is.
+      by: `"all"`: the norm of all parameters together. `"leaf"`: each parameter is clipped by its own.
+
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, pg.ClippedMean(2.0))(jnp.float32(1), jnp.array([1.0, 5.0]))
+    Array(1.5, dtype=float32)
+    """
+
+    max_norm: float
+    by: str = "all"
+
+    def __post_init__(self) -> None:
+        _check_by(self, self.by)
+        is_number = isinstance(self.max_norm, (int, float)) and not isinstance(self.max_norm, bool)
+        if not is_number or not self.max_norm >= 0:
+            raise ArgumentError(
+                f"ClippedMean: max_norm must be a number of at least 0, not {self.max_norm!r}."
+            )
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (SquaredNorm(), self)
+
+    @property
+    def is_sum(self) -> bool:
+        return True
+
+    def scale(self, squared_norm: jax.Array) -> jax.Array:
+        """min(1, max_norm / norm): 1 for a gradient of zeros, NaN for one that is not finite."""
+        norm = root(squared_norm)
+        scale = jnp.where(norm > self.max_norm, self.max_norm / jnp.where(norm > 0, norm, 1), 1)
+        return jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+
+    def init(self, like: Shaped) -> State:
+        return Mean().init(like)
+
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
+        return Mean().add(state, g, w)
+
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
+        return Mean().add_all(state, gs, w)
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        return Mean().finish(state, count, like)
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors(_Selecting):
+    """What a parameter's gradients are made of: the saved inputs and residuals of its layer.
+
+    For a parameter whose gradient is a sum over positions of outer products, as that of every dense
+    layer and convolution, a `FactorPair`; for any other, None. `where` selects parameters as in `Norm`.
+
+    >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    >>> pair = pg.grad_stats(loss, pg.Factors())(jnp.ones((3, 2)), jnp.ones((8, 3)))
+    >>> pair.inputs.shape, pair.residuals.shape
+    ((8, 1, 3), (8, 1, 2))
+    """
+
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        self._check_where(self.where)
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (Saved(),) if selects(self, path) else ()
