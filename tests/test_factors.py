@@ -147,11 +147,9 @@ def test_dense_layer_without_positions():
 
 def test_shared_axis():
     # Heads that have a matrix each: their axis is in both, and is not summed over.
-    case = CASE["heads"]
-    (v, w) = factors(case)
+    _, w = factors(CASE["heads"])
     assert 0 in w.input_axes and 0 in w.residual_axes
     assert w.inputs.shape[w.input_axes.index(0)] == w.residuals.shape[w.residual_axes.index(0)] == 2
-    del v
 
 
 def test_where():
