@@ -12,7 +12,7 @@ values of phi that are summed:
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Programs that run once, on tiny arrays: what counts is the time to compile them.
@@ -27,7 +27,7 @@ import numpy as np
 
 import pergrad as pg
 from tests import cases_attention, cases_branches, cases_loops, oracle  # noqa: F401 (they add cases)
-from tests.cases import Case
+from tests.cases import BATCH, Case
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -93,9 +93,22 @@ EXPECTATIONS = {
     "variance": Expectation(pg.Variance(), oracle.variance, lambda G: 8 * G, lambda G: 8 * G**2),
     "fold": Expectation(
         pg.Fold(jnp.zeros_like, largest_magnitude),
-        lambda g, w: np.max(np.abs(_kept(g, w)), axis=0),
+        lambda g, w: np.max(np.abs(kept(g, w)), axis=0),
         lambda G: 1,
         lambda G: G,
+    ),
+}
+# The same for other units than examples. A token's gradient is not bounded by G, but its mean is.
+UNITS = {
+    "token_mean": replace(EXPECTATIONS["mean"], statistic=pg.Mean(per="token")),
+    "single_square": replace(EXPECTATIONS["square"], statistic=pg.Mean(jnp.square, per=1)),
+    "single_variance": replace(EXPECTATIONS["variance"], statistic=pg.Variance(per=1)),
+    "group_mean": replace(EXPECTATIONS["mean"], statistic=pg.Mean(per=BATCH)),
+    "group_square": Expectation(
+        pg.Mean(jnp.square, per=BATCH),
+        lambda g, w: oracle.mean_of(np.square, *oracle.groups(g, BATCH, w)),
+        lambda G: 2 * G,
+        lambda G: G**2,
     ),
 }
 STATISTICS = {name: e.statistic for name, e in EXPECTATIONS.items()} | {
@@ -144,32 +157,37 @@ def assert_agrees(out: Any, truth: Truth, weights: Any, error: float) -> None:
         _assert_aux(aux, truth.aux, w, error)
     losses = np.asarray(truth.losses)
     loss_bound = error * (1 + np.max(np.abs(losses)))
-    _assert_within(value, oracle.mean(losses, w), loss_bound, "value")
+    assert_within(value, oracle.mean(losses, w), loss_bound, "value")
     if "loss" in stats:
-        _assert_within(_kept(stats["loss"], w), _kept(losses, w), loss_bound, "loss")
+        assert_within(kept(stats["loss"], w), kept(losses, w), loss_bound, "loss")
     if "count" in stats:
         assert stats["count"] == w.sum()
 
     with_path, tree = jax.tree_util.tree_flatten_with_path(truth.grads)
-    largest = max(np.max(np.abs(_kept(x, w)), initial=0) for x in (losses, *(g for _, g in with_path)))
     flat = {
         name: tree.flatten_up_to(stat) for name, stat in stats.items() if name not in ("loss", "count")
     }
-    for i, (path, g) in enumerate(with_path):
+    for i, ((path, g), G) in enumerate(zip(with_path, scales(truth, w), strict=True)):
         g = np.asarray(g, np.float64)
-        G = max(np.max(np.abs(_kept(g, w)), initial=0), SMALLEST_LEAF * largest)
         for name, leaves in flat.items():
             where = f"{name}{jax.tree_util.keystr(path)}"
             if name == "sign":
                 _assert_sign(leaves[i], g, w, error, G, where)
             elif name == "individual":
-                _assert_within(_kept(leaves[i], w), _kept(g, w), error * G, where)
+                assert_within(kept(leaves[i], w), kept(g, w), error * G, where)
             else:
-                e = EXPECTATIONS[name]
+                e = EXPECTATIONS.get(name) or UNITS[name]
                 bound = error * (e.slope(G) * G + e.size(G))
-                _assert_within(leaves[i], e.truth(g, w), bound, where)
+                assert_within(leaves[i], e.truth(g, w), bound, where)
             if name == "variance":
                 assert np.all(np.asarray(leaves[i]) >= 0), where
+
+
+def scales(truth: Truth, w: np.ndarray) -> list[float]:
+    """G of every leaf."""
+    leaves = jax.tree.leaves(truth.grads)
+    largest = max(np.max(np.abs(kept(x, w)), initial=0) for x in (truth.losses, *leaves))
+    return [max(np.max(np.abs(kept(g, w)), initial=0), SMALLEST_LEAF * largest) for g in leaves]
 
 
 def _assert_sign(result: Any, g: np.ndarray, w: np.ndarray, error: float, G: float, where: str) -> None:
@@ -177,7 +195,7 @@ def _assert_sign(result: Any, g: np.ndarray, w: np.ndarray, error: float, G: flo
     unsure = _mean_of(lambda g: np.abs(g) <= error * G)(g, w)
     difference = np.abs(np.asarray(result, np.float64) - _mean_of(np.sign)(g, w))
     # An exact zero counts as sure where all examples have it: a row that nobody looked up.
-    unsure = np.where(np.all(_kept(g, w) == 0, axis=0), 0, unsure)
+    unsure = np.where(np.all(kept(g, w) == 0, axis=0), 0, unsure)
     assert np.all(difference <= 2 * unsure + max(error, 1e-12) / 10), f"{where}: {difference}"
 
 
@@ -186,17 +204,19 @@ def _assert_aux(aux: Tree, truth: Tree, w: np.ndarray, error: float) -> None:
     for result, x in zip(jax.tree.leaves(aux), jax.tree.leaves(truth), strict=True):
         if np.issubdtype(x.dtype, np.integer):
             # A choice between two numbers that are equal up to rounding may fall either way.
-            assert error > 1e-6 or np.array_equal(_kept(result, w), _kept(x, w))
+            assert error > 1e-6 or np.array_equal(kept(result, w), kept(x, w))
         else:
-            _assert_within(_kept(result, w), _kept(x, w), error * (1 + np.max(np.abs(x))), "aux")
+            assert_within(kept(result, w), kept(x, w), error * (1 + np.max(np.abs(x))), "aux")
 
 
-def _assert_within(result: Any, truth: Any, bound: float, where: str) -> None:
+def assert_within(result: Any, truth: Any, bound: float, where: str) -> None:
+    """They have the same shape, and no entry differs by more than `bound`."""
     result, truth = np.asarray(result, np.float64), np.asarray(truth, np.float64)
     assert result.shape == truth.shape, f"{where}: shape {result.shape}, not {truth.shape}"
     difference = np.max(np.abs(result - truth), initial=0)
     assert difference <= bound, f"{where}: off by {difference:.3g}, more than {bound:.3g}"
 
 
-def _kept(x: Any, w: np.ndarray) -> np.ndarray:
+def kept(x: Any, w: np.ndarray) -> np.ndarray:
+    """The examples that count."""
     return np.asarray(x)[w > 0]

@@ -5,6 +5,7 @@ of the library. The reductions are NumPy in float64; `w` holds the example weigh
 and an example of weight 0 is left out before anything is computed from it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,67 @@ def variance(g: Tree, w: Any = None) -> Tree:
         return np.tensordot(counts, squares, 1) / (counts.sum() - 1)
 
     return jax.tree.map(leaf, g)
+
+
+def groups(g: Tree, k: int, w: Any = None) -> tuple[Tree, np.ndarray]:
+    """Units of `k` neighbours: their weighted mean gradients, and how often each counts.
+
+    Both go into `mean_of` and `variance` as gradients and weights do. A unit counts as its members do in
+    the mean, so that the counts add up to `sum_i w_i / k`; one that counts 0 has the gradient 0.
+    """
+    size = len(jax.tree.leaves(g)[0])
+    counts = np.ones(size) if w is None else np.asarray(w).astype(np.float64)
+    units = [slice(start, start + k) for start in range(0, size, k)]
+
+    def leaf(x: np.ndarray) -> np.ndarray:
+        zero = np.zeros(np.shape(x)[1:])
+        return np.stack([_mean(*_kept(x[u], counts[u])) if any(counts[u]) else zero for u in units])
+
+    return jax.tree.map(leaf, g), np.array([np.mean(counts[u]) for u in units])
+
+
+def norm(g: Tree) -> np.ndarray:
+    """`||g_i||` over all leaves of the tree, [B]."""
+    return np.sqrt(np.sum(np.square(_rows(g)), axis=1))
+
+
+def gram(g: Tree) -> np.ndarray:
+    """`<g_i, g_j>` over all leaves of the tree, [B, B]."""
+    rows = _rows(g)
+    return rows @ rows.T
+
+
+def dot(g: Tree, v: Tree) -> np.ndarray:
+    """`<g_i, v>` over all leaves of the two trees, [B]."""
+    (row,) = _rows(jax.tree.map(lambda x: np.asarray(x)[None], v))
+    return _rows(g) @ row
+
+
+def clipped_mean(g: Tree, max_norm: float, w: Any = None) -> Tree:
+    """`sum_i w_i g_i min(1, max_norm / ||g_i||) / sum_i w_i`, the norm over all leaves of the tree.
+
+    A gradient whose norm is not finite makes everything NaN, unless its weight is 0.
+    """
+
+    def scale(length: float) -> float:
+        if not np.isfinite(length):
+            return np.nan
+        return 1.0 if length <= max_norm else max_norm / length
+
+    scales = [scale(length) for length in norm(g)]
+
+    def leaf(x: np.ndarray) -> np.ndarray:
+        x, counts = _kept(x, w)
+        own = np.reshape(_kept(scales, w)[0], (-1, *[1] * (x.ndim - 1)))
+        return _mean(own * x, counts)
+
+    return jax.tree.map(leaf, g)
+
+
+def _rows(g: Tree) -> np.ndarray:
+    """The gradients as vectors, [B, number of parameters]."""
+    leaves = [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(g)]
+    return np.concatenate([x.reshape(len(x), math.prod(x.shape[1:])) for x in leaves], axis=1)
 
 
 def _mean(x: np.ndarray, counts: np.ndarray) -> np.ndarray:

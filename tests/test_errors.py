@@ -225,11 +225,120 @@ def test_no_statistics(stats):
         pg.value_and_stats(loss, None)
 
 
-@pytest.mark.parametrize("per", ["token", 2, None])
+@pytest.mark.parametrize("per", [0, -2, 1.5, True, None, "batch", "Token", (2,)])
 @pytest.mark.parametrize("make", [pg.Mean, pg.Variance])
 def test_unit(make, per):
-    with refused(pg.ArgumentError, f"per={per!r}", "not supported yet", "'example'"):
+    with refused(pg.ArgumentError, "per", repr(per), "'example'", "'token'"):
         make(per=per)
+
+
+@pytest.mark.parametrize("make", [pg.Mean, pg.Variance])
+def test_groups_that_do_not_divide_the_batch(make):
+    for per in (2, 4):
+        with refused(pg.ArgumentError, f"per={per}", "3"):
+            call(stats=[pg.Mean(), make(per=per)])
+        with refused(pg.ArgumentError, f"per={per}", "3"):
+            jax.jit(lambda x, per=per: call(args=(W, x), stats=make(per=per)))(X)
+
+
+def test_variance_of_one_group():
+    words = ["Variance", "per=3"]
+    with refused(pg.ArgumentError, *words):
+        call(stats=pg.Variance(per=3))
+    with refused(pg.ArgumentError, *words):
+        jax.jit(lambda x: call(args=(W, x), stats=pg.Variance(per=3)))(X)
+    two = jnp.concatenate([X, X + 1])
+    with refused(pg.ArgumentError, *words):
+        call(args=(W, two), stats=pg.Variance(per=3), weights=np.array([1, 1, 1, 0, 0, 0]))
+    call(args=(W, two), stats=pg.Variance(per=3))
+    call(stats=pg.Mean(jnp.square, per=3))  # A mean of one group is fine.
+
+
+@pytest.mark.parametrize("by", ["layer", "All", None, 0, ("all",)])
+def test_by(by):
+    for make in (pg.Norm, lambda by: pg.ClippedMean(1.0, by=by)):
+        with refused(pg.ArgumentError, "by", "'all'", "'leaf'", repr(by)):
+            make(by=by)
+
+
+@pytest.mark.parametrize(
+    "max_norm", [-1, -1e-9, float("-inf"), float("nan"), "1", None, True, 1j, (1.0,)]
+)
+def test_max_norm(max_norm):
+    for by in ("all", "leaf"):
+        with refused(pg.ArgumentError, "max_norm", repr(max_norm)):
+            pg.ClippedMean(max_norm, by=by)
+
+
+@pytest.mark.parametrize("make", [pg.Norm, lambda where: pg.Norm(by="leaf", where=where), pg.Gram])
+def test_where_selects_nothing(make):
+    name = "Gram" if make is pg.Gram else "Norm"
+    params = {"w": W, "b": jnp.ones(1)}
+    with refused(pg.ArgumentError, name, "where", "['w']"):
+        call(lambda p, x: loss(p["w"], x), (params, X), make(where=lambda path: "table" in path))
+
+
+@pytest.mark.parametrize("make", [pg.Norm, pg.Gram])
+def test_where_is_not_a_function(make):
+    with refused(pg.ArgumentError, "where must be a function", "'w'"):
+        make(where="w")
+
+
+# Directions.
+
+
+def dots(direction, params=W, argnums=0, **more):
+    stats_fn = pg.grad_stats(lambda p, x: loss(jax.tree.leaves(p)[0], x), pg.Dot(), argnums)
+    return stats_fn(params, X, direction=direction, **more)
+
+
+def test_no_direction():
+    for more in ({}, {"direction": None}):
+        with refused(pg.ArgumentError, "Dot", "direction"):
+            pg.grad_stats(loss, [pg.Mean(), pg.Dot()])(W, X, **more)
+
+
+@pytest.mark.parametrize(
+    ("direction", "params"),
+    [
+        (W, {"w": W}),
+        ({"w": W}, W),
+        ({"w": W}, {"w": W, "b": W}),
+        ({"w": W, "b": W}, {"w": W}),
+        ((W,), W),
+        ([W], (W,)),
+    ],
+)
+def test_direction_of_another_tree(direction, params):
+    with refused(pg.ArgumentError, "direction"):
+        dots(direction, params)
+
+
+def test_direction_of_the_wrong_shape():
+    for wrong in (jnp.ones(3), jnp.ones((2, 1)), jnp.ones((3, 2)), 1.0):
+        with refused(pg.ArgumentError, "direction", str(jnp.shape(wrong)), "(2,)"):
+            dots(wrong)
+    with refused(pg.ArgumentError, "direction", "['b']", "(3,)", "(2,)"):
+        dots({"a": W, "b": jnp.ones(3)}, {"a": W, "b": W})
+
+
+def test_direction_for_two_arguments():
+    def fun(w, x, v):
+        return loss(w, x) + loss(v, x)
+
+    stats_fn = pg.grad_stats(fun, pg.Dot(), (0, 2))
+    for wrong in (W, (W,), (W, W, W), (W, jnp.ones(3))):
+        with refused(pg.ArgumentError, "direction"):
+            stats_fn(W, X, W, direction=wrong)
+    stats_fn(W, X, W, direction=(W, W))
+
+
+def test_direction_that_nothing_takes_goes_to_the_loss():
+    with pytest.raises(TypeError, match="direction"):
+        pg.grad_stats(loss, pg.Norm())(W, X, direction=W)
+
+
+# Functions of gradients.
 
 
 def test_phi():

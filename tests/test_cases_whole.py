@@ -1,0 +1,41 @@
+"""Every case meets the statistics of whole gradients, and of other units than examples."""
+
+from typing import Any
+
+import jax
+import pytest
+
+import pergrad as pg
+from tests.cases import CASES, Case
+from tests.conftest import UNITS, assert_agrees
+from tests.test_cases import STRIDE, VARIANTS, Runner
+from tests.whole import Questions
+
+STRATEGIES = ("auto", "gram", "streamed", "materialise", "summed", "sparse")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_whole_gradients_and_units(case: Case) -> None:
+    # What takes time is to compile, so there is one program with what the plan chooses and one with a
+    # strategy for all, which moves on from case to case; so do the variants.
+    number = CASES.index(case)
+    forced = STRATEGIES[1 + number % (len(STRATEGIES) - 1)]
+    run(case, "auto", VARIANTS[number % len(VARIANTS)])
+    run(case, forced, VARIANTS[(number + STRIDE) % len(VARIANTS)])
+
+
+def run(case: Case, strategy: str, variant: tuple[bool, str, Any]) -> None:
+    runner = Runner(case, variant)
+    plan = pg.explain(runner.loss, pg.Mean(), **runner.options)(*runner.args)
+    questions = Questions(runner.truth, [row.path for row in plan.rows])
+    units = {name: unit.statistic for name, unit in UNITS.items()}
+    argnums = case.argnums
+    params = runner.args[argnums] if isinstance(argnums, int) else tuple(runner.args[n] for n in argnums)
+    direction = questions.direction(params)
+
+    stats_fn = pg.value_and_stats(
+        runner.loss, {"whole": questions.statistics, "units": units}, strategy=strategy, **runner.options
+    )
+    value, stats = jax.jit(stats_fn)(*runner.args, direction=direction, example_weights=runner.weights)
+    assert_agrees((value, stats["units"]), runner.truth, runner.weights, runner.error)
+    questions.assert_agrees(stats["whole"], direction, runner.weights, runner.error)
