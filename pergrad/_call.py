@@ -260,9 +260,10 @@ class Call:
             )
         for path, leaf, param in zip(self.paths, leaves, self.params, strict=True):
             if not _is_number_like(leaf) or jnp.shape(leaf) != jnp.shape(param):
+                what = _kind(_as_array(leaf) if _is_number_like(leaf) else leaf)
                 raise ArgumentError(
                     f"the direction's {path} must have the parameter's shape {jnp.shape(param)}; it is "
-                    f"{_kind(leaf)}."
+                    f"{what}."
                 )
         dtypes = [accumulation_dtype(param.dtype) for param in self.params]
         return [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
@@ -304,8 +305,8 @@ class Call:
         if variance.per != "token" and count <= group:
             what = "example" if group == 1 else f"group of {group} examples"
             raise ArgumentError(
-                f"Variance needs more than one {what}, and this batch counts {count:g}. Use a larger "
-                "batch, or leave Variance out."
+                f"{variance!r} needs more than one {what}, and this batch counts {count:g}. Use a "
+                "larger batch, or leave it out."
             )
 
     def _examples(self) -> list[jax.Array]:

@@ -10,6 +10,7 @@ factors for all B examples, and s statistics,
     materialise   B (F_t + F_s) / batched rate   + B g (1 + s) / memory rate
     sparse        (2 + s) (f + g) / memory rate
     gram          B F_g / product rate           + 2 f / memory rate            + B loop steps
+                  or B F_g / batched rate        + 2 f / memory rate
 
 with F_g = 2 T^2 (a + b) for a product of T positions, and B times that for the inner products of all.
 What fits into the cache is read and written at the cache's rate. The rates are rough on purpose: what
@@ -148,9 +149,10 @@ class Prices:
             case "sparse":
                 return self._memory((2 + s) * (f + g))
             case "gram":
-                products = self.gram_operations * (b if isinstance(statistic, Pairs) else 1)
-                steps = 0 if self._positions == 1 else b * d.loop_step
-                return b * products / d.product_rate + self._memory(2 * f) + steps
+                products = b * self.gram_operations * (b if isinstance(statistic, Pairs) else 1)
+                batched = isinstance(strategy, Gram) and strategy.batched
+                rate, steps = (d.batched_rate, 0) if batched else (d.product_rate, b * d.loop_step)
+                return products / rate + self._memory(2 * f) + steps
         raise AssertionError(strategy.name)
 
     def seconds_of_joining(self) -> float:
@@ -162,7 +164,7 @@ class Prices:
 
     @property
     def _positions(self) -> int:
-        return self.tail.terms[0].contributions
+        return self.tail.terms[0].contributions if self.tail.terms else 1
 
     @property
     def gram_operations(self) -> float:
@@ -216,7 +218,9 @@ class Prices:
             case Streamed():
                 return self.streamed()
             case Gram():
-                return Gram(batched=bool(self.device.stream_size))
+                products = self.gram_operations
+                looped = products / self.device.product_rate + self.device.loop_step
+                return Gram(batched=products / self.device.batched_rate < looped)
         return strategy
 
     def streamed(self) -> Streamed:
