@@ -149,11 +149,19 @@ class _Contributions(Units):
 
     def of(self, examples: Examples) -> Examples:
         n, w = self.term.contributions, examples.weights
-        parts = self.term.split(self.whole.env(examples.factors, examples.constants))
-        parts = [x.reshape(-1, *x.shape[2:]) for x in parts]
-        w = jnp.repeat(w, n) if isinstance(w, jax.Array) else w
+        factors = examples.factors
+        if isinstance(w, jax.Array):  # what is not there may be NaN, which convolutions spread
+            factors = [jnp.where(_along(x, w) != 0, x, jnp.zeros((), x.dtype)) for x in factors]
+            w = jnp.repeat(w, n)
+        parts = self.term.split(self.whole.env(factors, examples.constants))
+        parts = [x.reshape(examples.size * n, *x.shape[2:]) for x in parts]
         factors, constants = self.cut.run(self.tail, parts, examples.constants)
         return Examples(examples.size * n, w / contributions(self.whole), factors, constants)
+
+
+def _along(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`w` [B] with the rank of `x` [B, ...]."""
+    return w.reshape(w.shape + (1,) * (x.ndim - 1))
 
 
 def _contributions(tail: Tail, term: Term) -> list[Units]:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from pergrad import _compat
 from pergrad._compat import Atom, Jaxpr, JaxprEqn, Literal, Var
-from pergrad._cost import size
+from pergrad._cost import programs, size
 from pergrad._eval import distinct, rounds
 from pergrad._flow import is_in, variables, varying
 from pergrad._loop import Loop
@@ -78,7 +78,7 @@ class Walk:
         split: bool = False,
     ) -> None:
         self.eqns, self.grads, self.others = eqns, grads, tuple(others)
-        self.split, self._matches = split, TERMS | (SPLIT_TERMS if split else {})
+        self.split, self._split_sums = split, set[int]()
         self.made_by: dict[Var, JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.varies = varying(eqns, given)
         self.order = {id(eqn): i for i, eqn in enumerate(eqns)}
@@ -86,6 +86,10 @@ class Walk:
         self.steps: set[int] = set()
         self.leaving: dict[int, list[int]] = {}  # by equation: which results only tails need
         self._find_tails()
+        if split:
+            self._split_sums = self._sums_of_no_term()
+            self.terms, self.steps = {}, set()
+            self._find_tails()
         self._choose_cut()
         self.opened = self._open_loops(in_parts)
 
@@ -132,7 +136,7 @@ class Walk:
                 wanted_by_backbone |= variables(eqn.invars)
 
     def _is_term(self, eqn: JaxprEqn, operands: Collection[int]) -> bool:
-        match = self._matches.get(eqn.primitive)
+        match = (SPLIT_TERMS if id(eqn) in self._split_sums else TERMS).get(eqn.primitive)
         term = match(eqn, operands, self.made_by) if match else None
         if term is not None:
             self.terms[term.out] = term
@@ -141,6 +145,19 @@ class Walk:
     def _is_step(self, eqn: JaxprEqn, operands: Collection[int]) -> bool:
         step = STEPS.get(eqn.primitive)
         return step is not None and step.is_linear(eqn, operands)
+
+    def _sums_of_no_term(self) -> set[int]:
+        """The steps that are plain sums, of something that no term, loop or branch has made."""
+        made: set[Var] = set(self.terms)
+        found: set[int] = set()
+        for eqn in self.eqns:
+            if id(eqn) in self.steps and variables(eqn.invars) & made:
+                made |= set(eqn.outvars)
+            elif id(eqn) in self.steps and eqn.primitive in SPLIT_TERMS:
+                found.add(id(eqn))
+            elif any(True for _ in programs(eqn)):
+                made |= {eqn.outvars[k] for k in self.leaving[id(eqn)]}
+        return found
 
     def _choose_cut(self) -> None:
         carry: dict[Var, int] = dict.fromkeys(self.terms, 0)

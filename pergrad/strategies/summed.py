@@ -22,6 +22,7 @@ from pergrad._statistics import Accumulator, LeafStatistic, Mean, Variance, Weig
 from pergrad._tail import Tail
 from pergrad._whole import Projection
 from pergrad.strategies._strategy import Examples, Job, Strategy
+from pergrad.terms import Ragged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Summed(Strategy):
             return None
         if not tail.terms:
             return None if isinstance(statistic, (Mean, Variance)) else "not a mean"
-        return None if isinstance(statistic, Projection) else "not the mean gradient"
+        if not isinstance(statistic, Projection):
+            return "not the mean gradient"
+        has_ragged = any(isinstance(term, Ragged) for term in tail.terms)
+        return "JAX cannot differentiate the sum of a ragged product" if has_ragged else None
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         total = examples.total
