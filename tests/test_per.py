@@ -483,6 +483,20 @@ def low_rank_product() -> Model:
 
 
 @model
+def normalised_matrix() -> Model:
+    # Weight normalisation: after the sum over positions the entries of a column are mixed.
+    def loss(p: Tree, batch: Tree) -> Array:
+        length = jnp.sqrt(jnp.sum(jnp.square(p["w"]), axis=0, keepdims=True))
+        return mse(jnp.tanh(batch["x"] @ (p["w"] / length)), batch["y"])
+
+    def spread(q: Tree, e: Tree) -> Array:
+        length = jnp.sqrt(jnp.sum(jnp.square(q["w"]), axis=1, keepdims=True))
+        return mse(jnp.tanh(each(e["x"], q["w"] / length)), e["y"])
+
+    return Model(loss, spread, shaped(w=(D, K)), data(x=(T, D), y=(T, K)), {"w": T})
+
+
+@model
 def rearranged() -> Model:
     # Transposed, reshaped and scaled before it is used.
     def loss(p: Tree, batch: Tree) -> Array:
