@@ -6,9 +6,12 @@ import jax
 import pytest
 
 import pergrad as pg
+from pergrad import _price
+from pergrad._steps import STEPS
+from pergrad.terms import TERMS
 from tests.cases import CASES, Case
 from tests.conftest import UNITS, assert_agrees
-from tests.test_cases import STRIDE, VARIANTS, Runner
+from tests.test_cases import CASE, HANDFUL, PLAIN, STRIDE, VARIANTS, WEIGHTED, Runner
 from tests.whole import Questions
 
 STRATEGIES = ("auto", "gram", "streamed", "materialise", "summed", "sparse")
@@ -39,3 +42,18 @@ def run(case: Case, strategy: str, variant: tuple[bool, str, Any]) -> None:
     value, stats = jax.jit(stats_fn)(*runner.args, direction=direction, example_weights=runner.weights)
     assert_agrees((value, stats["units"]), runner.truth, runner.weights, runner.error)
     questions.assert_agrees(stats["whole"], direction, runner.weights, runner.error)
+
+
+@pytest.mark.parametrize("name", HANDFUL)
+def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
+    run(CASE[name], "auto", WEIGHTED)
+
+
+@pytest.mark.parametrize("name", HANDFUL)
+def test_without_any_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rules in (TERMS, STEPS):
+        for primitive in list(rules):
+            monkeypatch.delitem(rules, primitive)
+    run(CASE[name], "auto", PLAIN)
+    run(CASE[name], "gram", WEIGHTED)
