@@ -47,7 +47,7 @@ def hoist(program: Program, wanted: Wanted) -> Program:
     """
     if not any(eqn.primitive in RULES for eqn in program.jaxpr.eqns):
         return program
-    walk = Walk.through(program, wanted)
+    walk = Walk.through(program, wanted, hoisted=False)
     return program.replaced_by(_hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts)))
 
 
@@ -79,7 +79,7 @@ def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     reduced_inside = {o.result for o in walk.opened.get(id(eqn), ())}
     in_parts = [i for i, k in enumerate(leaving) if k in reduced_inside]
     given = loop.varying_inputs(varies)
-    inside = Walk.inside(loop.step.jaxpr, given, leaving, in_parts, split=walk.split)
+    inside = Walk.inside(loop.step.jaxpr, given, leaving, in_parts, split=walk.split, hoisted=False)
     loop = Loop(eqn, _hoisted(inside, loop.step))
     from_zero = [is_zero(v, walk.made_by) for v in loop.operands(eqn.invars)[1]]
     leaving = [k for k in leaving if k not in reduced_inside]
@@ -90,7 +90,7 @@ def _from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
     leaving = walk.leaving[id(eqn)]
     branches = [
-        _hoisted(Walk.inside(b.jaxpr, given, leaving, split=walk.split), b)
+        _hoisted(Walk.inside(b.jaxpr, given, leaving, split=walk.split, hoisted=False), b)
         for b in eqn.params["branches"]
         for given in [itertools.compress(b.jaxpr.invars, varies)]
     ]

@@ -65,7 +65,7 @@ class Walk:
 
     `given` are the inputs that vary, `grads` the gradients, `others` the other results. Those gradients
     whose place is in `in_parts` are wanted for statistics alone that take them in by parts. `split` says
-    whether the single contributions to sums are asked for.
+    whether the single contributions to sums are asked for, `hoisted` whether terms have left the loops.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Walk:
         others: Iterable[Atom],
         in_parts: Collection[int] = (),
         split: bool = False,
+        hoisted: bool = True,
     ) -> None:
         self.eqns, self.grads, self.others = eqns, grads, tuple(others)
         self.split, self._split_sums = split, set[int]()
@@ -87,18 +88,18 @@ class Walk:
         self.leaving: dict[int, list[int]] = {}  # by equation: which results only tails need
         self._find_tails()
         if split:
-            self._split_sums = self._sums_of_no_term()
+            self._split_sums = self._sums_of_no_term(hoisted)
             self.terms, self.steps = {}, set()
             self._find_tails()
         self._choose_cut()
         self.opened = self._open_loops(in_parts)
 
     @staticmethod
-    def through(program: Program, wanted: Wanted) -> Walk:
+    def through(program: Program, wanted: Wanted, hoisted: bool = True) -> Walk:
         """Through a whole program."""
         others = [program.value, *program.aux]
         eqns, given, grads = program.jaxpr.eqns, program.example, program.grads
-        return Walk(eqns, given, grads, others, wanted.in_parts, wanted.split)
+        return Walk(eqns, given, grads, others, wanted.in_parts, wanted.split, hoisted)
 
     @staticmethod
     def inside(
@@ -108,11 +109,12 @@ class Walk:
         in_parts: Collection[int] = (),
         *,
         split: bool,
+        hoisted: bool = True,
     ) -> Walk:
         """Through a step of a loop or a branch, whose results `leaving` are the gradients."""
         grads = [jaxpr.outvars[k] for k in leaving]
         others = [v for k, v in enumerate(jaxpr.outvars) if k not in leaving]
-        return Walk(jaxpr.eqns, given, grads, others, in_parts, split)
+        return Walk(jaxpr.eqns, given, grads, others, in_parts, split, hoisted)
 
     def varying_operands(self, eqn: JaxprEqn) -> list[int]:
         return [i for i, v in enumerate(eqn.invars) if is_in(v, self.varies)]
@@ -146,8 +148,11 @@ class Walk:
         step = STEPS.get(eqn.primitive)
         return step is not None and step.is_linear(eqn, operands)
 
-    def _sums_of_no_term(self) -> set[int]:
-        """The steps that are plain sums, of something that no term, loop or branch has made."""
+    def _sums_of_no_term(self, hoisted: bool) -> set[int]:
+        """The steps that are plain sums, of something that no term has made.
+
+        Nor a loop or a branch, from which the term may still be taken out.
+        """
         made: set[Var] = set(self.terms)
         found: set[int] = set()
         for eqn in self.eqns:
@@ -155,7 +160,7 @@ class Walk:
                 made |= set(eqn.outvars)
             elif id(eqn) in self.steps and eqn.primitive in SPLIT_TERMS:
                 found.add(id(eqn))
-            elif any(True for _ in programs(eqn)):
+            elif not hoisted and programs(eqn):
                 made |= {eqn.outvars[k] for k in self.leaving[id(eqn)]}
         return found
 
