@@ -20,7 +20,7 @@ from pergrad._price import Backend, Prices
 from pergrad._statistics import Accumulator, LeafStatistic
 from pergrad._tail import Tail
 from pergrad._units import Units, per_of, units_of
-from pergrad._whole import ClippedMean, Pairs, Saved
+from pergrad._whole import ClippedMean, Pairs, Saved, SquaredNorm
 from pergrad.strategies import Factored, Gram, Materialise, Sparse, Strategy, Streamed, Summed
 from pergrad.terms import Lookup, Total
 
@@ -166,9 +166,16 @@ def _choose_all(
         # Clipped means have weights of their own.
         alone = statistic if isinstance(statistic, ClippedMean) else None
         together.setdefault((Phase.of(statistic), per_of(statistic), alone), []).append(statistic)
-    for (_, per, _), statistics in together.items():
+    norm: Strategy | None = None
+    for (_, per, clipped), statistics in together.items():
+        if clipped and size == 1 and forced == "auto" and norm is not None and norm.name in FORMING:
+            # The same equations again, which XLA runs once.
+            yield Choice(norm, (clipped,), "formed for its norm", Units(tail, 1))
+            continue
         for units in units_of(tail, per):
-            yield from _choose(units, statistics, size, device, forced)
+            for choice in _choose(units, statistics, size, device, forced):
+                norm = choice.strategy if SquaredNorm() in choice.statistics else norm
+                yield choice
 
 
 def _choose(
