@@ -6,13 +6,19 @@ OLDEST := .venv-oldest
 OLDEST_JAX := jax==0.7.0 jaxlib==0.7.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint bench clean
+.PHONY: help demo private-digits mislabelled test test-oldest lint bench clean
 
 help: ## list the targets
-	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(NEWEST)/installed ## train a small transformer, show its gradient noise and what it costs
 	$(NEWEST)/bin/python -m examples.demo
+
+private-digits: $(NEWEST)/installed ## train with differential privacy, show accuracy beside epsilon
+	$(NEWEST)/bin/python -m examples.private_digits
+
+mislabelled: $(NEWEST)/installed ## find wrong labels by the examples' gradients, draw mislabelled.png
+	$(NEWEST)/bin/python -m examples.mislabelled
 
 test: $(NEWEST)/installed ## run the tests with the newest JAX
 	$(NEWEST)/bin/python -m pytest -n 2
