@@ -89,7 +89,7 @@ def support_page() -> str:
         "## Loops, branches and calls",
         "",
         f"- Factors leave {' and '.join(inside)}; the gradients of stacked layers are reduced inside",
-        "  their `scan`, layer by layer, if all statistics are elementwise.",
+        "  their `scan`, layer by layer, if all statistics are `Mean`, `Variance`, `Norm` or `Dot`.",
         f"- {', '.join(calls)} are looked into. The recomputation of `jax.checkpoint` stays.",
         "- `custom_jvp` and `custom_vjp` functions are differentiated by their own rules.",
         "- `while` can be in the forward pass, where JAX can differentiate the rest.",
