@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pergrad._call import Call, Request
+from pergrad._call import Call, Request, takes_direction
 from pergrad._plan import Plan
 
 ArgNums = int | Sequence[int]
@@ -49,10 +49,12 @@ def value_and_stats(
 
     Returns:
       A function with `fun`'s signature plus `example_weights=None`: weights [B], at least 0, read as
-      counts (2 is the example being there twice, 0 is padding, even if its gradient is NaN; all 0
-      gives NaN). It returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`: `value` is the
-      weighted mean loss, `aux` has an example axis in front of what `fun` returns for one example.
-      With a `pg.Dot` among the statistics it takes one more keyword, `direction`.
+      counts (2 is the example being there twice, 0 is padding, even if its gradient is NaN). All 0 is
+      refused, or under `jit`, where it cannot be seen, gives NaN. With a `pg.Dot` among the statistics
+      it takes one more keyword, `direction`.
+
+      It returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`: `value` is the weighted mean
+      loss, `aux` has an example axis in front of what `fun` returns for one example.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> stats_fn = pg.value_and_stats(loss, {"mean": pg.Mean(), "variance": pg.Variance()})
@@ -76,7 +78,7 @@ def value_and_stats(
     )
 
     def stats_fn(*args: Any, example_weights: Any = None, **kwargs: Any) -> Any:
-        direction = kwargs.pop("direction", None) if request.has_dot else None
+        direction = kwargs.pop("direction", None) if takes_direction(stats) else None
         return Call(request, args, kwargs).run(example_weights, direction)
 
     return stats_fn
@@ -117,7 +119,7 @@ def explain(
     request = Request(fun, stats, argnums, **options)
 
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
-        if request.has_dot:
+        if takes_direction(stats):
             kwargs.pop("direction", None)
         return Call(request, args, kwargs).plan()[1]
 

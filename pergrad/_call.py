@@ -7,7 +7,6 @@ and examples, and builds the results from what the run returns.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from pergrad._statistics import (
 from pergrad._trace import trace
 from pergrad._units import per_of, units_per_example
 from pergrad._walk import Wanted
-from pergrad._whole import ClippedMean, Dot, Factors, Gram, Norm, Saved, root, selects
+from pergrad._whole import Dot, Saved, selects
 
 ArgNums = int | Sequence[int]
 
@@ -96,11 +95,6 @@ class Request:
                 raise ArgumentError(
                     f"{where} must be a statistic such as pg.Mean(), not {leaf!r}.{hint}"
                 )
-
-    @property
-    def has_dot(self) -> bool:
-        """Whether a call takes a direction."""
-        return any(isinstance(s, Dot) for s in jax.tree.leaves(self.stats))
 
     def wanted(self, path: str) -> list[LeafStatistic]:
         """What has to be computed for the parameter at `path`, each once."""
@@ -225,7 +219,7 @@ class Call:
     def run(self, example_weights: Any = None, direction: Any = None) -> Any:
         """The four steps, and the results."""
         weights = self._check_weights(example_weights)
-        directions = self._check_direction(direction) if self.request.has_dot else None
+        directions = self._check_direction(direction) if takes_direction(self.request.stats) else None
         cut, plan = self.plan()
         shares = self._shares(weights)
         outcome = run(cut, plan, self.params, self._examples(), shares, directions)
@@ -252,8 +246,13 @@ class Call:
             raise ArgumentError(
                 "Dot needs a direction, a tree like the parameters: stats_fn(..., direction=v)."
             )
-        trees = (direction,) if isinstance(self.request.argnums, int) else tuple(direction)
-        leaves, tree = jax.tree.flatten(trees)
+        one = isinstance(self.request.argnums, int)
+        if not one and not isinstance(direction, (tuple, list)):
+            raise ArgumentError(
+                "the direction must be a tuple of trees, one for each of "
+                f"argnums={self.request.argnums}."
+            )
+        leaves, tree = jax.tree.flatten((direction,) if one else tuple(direction))
         if tree != self.params_tree:
             raise ArgumentError(
                 f"the direction must be a tree like the parameters, {self.params_tree}; it is {tree}."
@@ -381,30 +380,14 @@ class Call:
             result = statistic.finish(result, units, aval(cut.program.grads[param]))
             return tail.outward(param, result) if tail.levels else result
 
-        def of_all(statistic: Statistic) -> list[Any]:
-            """The leaf of a statistic for each parameter that it selects, None for the others."""
-            own = enumerate(statistic.leaves(path) for path in self.paths)
-            return [of_leaf(leaves[0], i) if leaves else None for i, leaves in own]
-
         def result(statistic: Statistic) -> Any:
-            match statistic:
-                case Loss():
-                    return outcome.losses
-                case Count():
-                    return count
-                case ClippedMean():
-                    return self._like_params([of_leaf(statistic, i) for i in range(len(self.paths))])
-                case LeafStatistic():
-                    return self._like_params(of_all(statistic))
-                case Factors():
-                    return self._like_params(of_all(statistic))
-                case Norm(by="leaf"):
-                    return self._like_params([x if x is None else root(x) for x in of_all(statistic)])
-                case Norm():
-                    return root(_total(of_all(statistic)))
-                case Gram() | Dot():
-                    return _total(of_all(statistic))
-            raise AssertionError(statistic)
+            if isinstance(statistic, Loss):
+                return outcome.losses
+            if isinstance(statistic, Count):
+                return count
+            own = enumerate(statistic.leaves(path) for path in self.paths)
+            leaves = [of_leaf(leaves[-1], i) if leaves else None for i, leaves in own]
+            return statistic.of_leaves(leaves, self._like_params)
 
         dtype = outcome.losses.dtype
         losses = outcome.losses.astype(accumulation_dtype(dtype))
@@ -418,9 +401,9 @@ class Call:
         return trees[0] if isinstance(self.request.argnums, int) else trees
 
 
-def _total(leaves: Sequence[Any]) -> jax.Array:
-    """The sum of what there is, in the widest dtype."""
-    return functools.reduce(jnp.add, [x for x in leaves if x is not None])
+def takes_direction(stats: Any) -> bool:
+    """Whether these statistics need a direction at the call."""
+    return any(isinstance(s, Dot) for s in jax.tree.leaves(stats))
 
 
 def _is_int(x: Any) -> bool:

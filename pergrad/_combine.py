@@ -20,27 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pergrad._errors import ArgumentError
-from pergrad._statistics import (
-    Count,
-    Fold,
-    Individual,
-    Loss,
-    Mean,
-    Statistic,
-    Variance,
-    accumulation_dtype,
-    weigh,
-)
-from pergrad._whole import ClippedMean, Dot, Factors, Gram, Norm
+from pergrad._statistics import Count, Mean, Merging, Statistic, accumulation_dtype, weigh
 
 
 def combine(stats: Any, a: Any, b: Any) -> Any:
-    """Merges the results of two batches into those of both together, exactly.
+    """Merges the results of two batches into those of both together, as if they had been one.
 
     Means and variances need a `pg.Count()` among the statistics, which says how much each batch counts,
     and a variance also needs the `pg.Mean()` of the same units. `Norm`, `Dot`, `Loss`, `Individual` and
     `Factors` have the examples of `a` and then those of `b`. `Gram` and `Fold` cannot be merged, nor can
-    `Variance(per="token")`.
+    `Variance(per="token")`. A batch that counts 1 or less has no variance, and then neither have both.
+    The merged variance is as exact as the means are, which `pg.Mean()` rounds to the parameter's dtype.
 
     Args:
       stats: the statistics, the tree that was given to `value_and_stats`.
@@ -103,37 +93,21 @@ class _Batches:
         return self.tree.unflatten([self._merged(s, results) for s, results in self.results])
 
     def _merged(self, statistic: Statistic, results: Sequence[Any]) -> Any:
-        match statistic:
-            case Count():
+        match statistic.merging:
+            case Merging.ADDED:
                 return self.add(results)
-            case Mean() | ClippedMean():
+            case Merging.JOINED:
+                return jax.tree.map(lambda *x: self.join(x), *results)
+            case Merging.WEIGHED:
                 return jax.tree.map(lambda *m: self._mean(statistic, m).astype(m[0].dtype), *results)
-            case Variance(per="token"):
-                raise ArgumentError(
-                    f"{statistic!r} cannot be combined: how many contributions each parameter has is "
-                    "not in the result. Combine pg.Mean(jnp.square, per='token') and pg.Mean() instead."
-                )
-            case Variance():
-                means = self._find(Mean(per=statistic.per), f"{statistic!r} cannot be combined without")
+            case Merging.CENTRED:
+                mean = Mean(per=_per(statistic))
+                means = self._find(mean, f"{statistic!r} cannot be combined without")
                 return jax.tree.map(
                     lambda *vm: self._variance(statistic, vm[: len(results)], vm[len(results) :]),
                     *results,
                     *means,
                 )
-            case Norm() | Dot() | Loss() | Individual() | Factors():
-                return jax.tree.map(lambda *x: self.join(x), *results)
-            case Gram():
-                raise ArgumentError(
-                    f"{statistic!r} cannot be combined: inner products between the examples of two "
-                    "batches are in the results of neither. Use it on one batch; with microbatch_size "
-                    "that may be large."
-                )
-            case Fold():
-                raise ArgumentError(
-                    f"{statistic!r} cannot be combined: how two states are merged is not known. Use it "
-                    "on one batch; with microbatch_size that may be large."
-                )
-        raise ArgumentError(f"{statistic!r} cannot be combined.")
 
     def _find(self, wanted: Statistic, why: str) -> Sequence[Any]:
         """The results of another statistic of the tree."""
@@ -146,7 +120,7 @@ class _Batches:
         counts = self._find(
             Count(), f"{statistic!r} is weighed by the number of examples, which cannot be known without"
         )
-        per = getattr(statistic, "per", "example")
+        per = _per(statistic)
         units = per if isinstance(per, int) else 1
         return [jnp.asarray(n).astype(dtype) / units for n in counts]
 
@@ -156,7 +130,7 @@ class _Batches:
         total = self.add([weigh(m.astype(dtype), n) for m, n in zip(means, counts, strict=True)])
         return total / self.add(counts)
 
-    def _variance(self, statistic: Variance, of: Sequence[Any], means: Sequence[Any]) -> jax.Array:
+    def _variance(self, statistic: Statistic, of: Sequence[Any], means: Sequence[Any]) -> jax.Array:
         mean, dtype = self._mean(statistic, means), of[0].dtype
         counts = self._counts(statistic, dtype)
         squares = [
@@ -164,3 +138,7 @@ class _Batches:
             for v, m, n in zip(of, means, counts, strict=True)
         ]
         return self.add(squares) / (self.add(counts) - 1)
+
+
+def _per(statistic: Statistic) -> Any:
+    return getattr(statistic, "per", "example")

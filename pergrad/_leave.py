@@ -273,6 +273,9 @@ def _can_leave(tail: Tail, together: set[int], split: bool) -> bool:
 
 
 def _leaves(tail: Tail, split: bool) -> bool:
-    """Whether a tail leaves: what it is made of is smaller than what it makes, or `split`."""
-    is_smaller = sum(map(size, tail.factors)) < sum(map(size, tail.grads))
-    return bool(tail.terms) and (split or is_smaller)
+    return bool(tail.terms) and (split or _is_smaller(tail))
+
+
+def _is_smaller(tail: Tail) -> bool:
+    """Whether what a tail is made of is smaller than what it makes."""
+    return sum(map(size, tail.factors)) < sum(map(size, tail.grads))

@@ -196,7 +196,7 @@ def _choose(
             if isinstance(statistic, Accumulator) and any(s.name not in FORMING for s in best):
                 best = [s for s in best if s.name not in FORMING]
             strategy = min(best or able.values(), key=lambda s: prices.seconds(s, statistic))
-            reason = _why(strategy, tail, size)
+            reason = _why(strategy, units, size)
         if forced not in ("auto", *able):
             reason = f"not {forced}: {why_not[forced]}"
         chosen[statistic] = (strategy, reason)
@@ -218,24 +218,25 @@ def _number_of(kind: type[LeafStatistic], statistics: Sequence[LeafStatistic]) -
     return sum(isinstance(statistic, kind) for statistic in statistics)
 
 
-def _why(strategy: Strategy, tail: Tail, size: int) -> str:
+def _why(strategy: Strategy, units: Units, size: int) -> str:
     """The reason for a choice in a few words."""
+    tail = units.tail
     if not tail.terms:
         return "the same for every example"
     term = tail.terms[0]
     match strategy.name:
         case "summed":
-            return "mean: one sum over all examples"
+            return "one sum over all examples"
         case "gram":
             return "inner products of the factors"
         case "factored":
-            return "an outer product for each example"
+            return "an outer product for each"
         case "sparse":
             assert isinstance(term, Lookup)
             return f"touches at most {term.contributions} of {term.table} rows"
     if size == 1:
-        return "one example at a time"
-    for term in tail.terms:
+        return "one at a time"
+    for term in tail.terms if units.per_example == 1 else ():
         if isinstance(term, Total) and not term.is_sum and term.made_by is not None:
             return term.origin
     if strategy.name == "materialise":
@@ -335,11 +336,18 @@ def _describe(
         backend=device.name,
         operations=varying + steps * fixed + sum(row.operations for row in rows.values()),
         plain_operations=varying + fixed + sum(row.plain_operations for row in rows.values()),
-        # The tails run one after the other, so the largest counts.
-        bytes=_backbone_bytes(cut, at_once) + max(row.bytes for row in rows.values()),
+        # The tails run one after the other, so the largest counts. What is kept is so until the end.
+        bytes=_backbone_bytes(cut, at_once)
+        + max(row.bytes for row in rows.values())
+        + sum(_kept_bytes(t, batch_size) for t in tails if steps > 1),
         plain_bytes=_backbone_bytes(cut, batch_size),
         tails=tails,
     )
+
+
+def _kept_bytes(tail_plan: TailPlan, batch_size: int) -> float:
+    factors = tail_plan.tail.factors if tail_plan.keeps_factors else ()
+    return batch_size * sum(_cost.nbytes(v) for v in factors)
 
 
 def _prices_of(choice: Choice, size: int, device: Backend) -> Prices:

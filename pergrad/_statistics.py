@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,13 +43,32 @@ def accumulation_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+class Merging(enum.Enum):
+    """How results of several batches are merged: added, weighed by the count, centred on the common
+    mean, joined along the example axis."""
+
+    ADDED = 1
+    WEIGHED = 2
+    CENTRED = 3
+    JOINED = 4
+
+
 @dataclasses.dataclass(frozen=True)
 class Statistic:
     """Base class of everything that can stand in the tree given to `value_and_stats`."""
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        """What has to be computed for the parameter at `path`."""
+        """What has to be computed for the parameter at `path`; the result is made of the last."""
         return ()
+
+    def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
+        """The result, from one for each parameter (None if it has none); `tree` makes one like them."""
+        return tree(leaves)
+
+    @property
+    def merging(self) -> Merging:
+        """How the results of two batches become one."""
+        raise ArgumentError(f"{self!r} cannot be combined.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +90,10 @@ class LeafStatistic(Statistic):
 @dataclasses.dataclass(frozen=True)
 class Reading(LeafStatistic, abc.ABC):
     """A value for every example, whatever its weight."""
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
 
     @abc.abstractmethod
     def of(self, g: jax.Array, given: Any) -> jax.Array:
@@ -209,6 +233,10 @@ class Mean(Accumulator):
         return True
 
     @property
+    def merging(self) -> Merging:
+        return Merging.WEIGHED
+
+    @property
     def is_sum(self) -> bool:
         return self.phi is None
 
@@ -282,6 +310,15 @@ class Variance(Accumulator):
     @property
     def in_parts(self) -> bool:
         return True
+
+    @property
+    def merging(self) -> Merging:
+        if self.per == "token":
+            raise ArgumentError(
+                f"{self!r} cannot be combined: how many contributions each parameter has is not in the "
+                "result. Combine pg.Mean(jnp.square, per='token') and pg.Mean() instead."
+            )
+        return Merging.CENTRED
 
     def init(self, like: Shaped) -> State:
         dtype = accumulation_dtype(like.dtype)
@@ -374,6 +411,13 @@ class Fold(Accumulator):
         object.__setattr__(self, "update", update)
         object.__setattr__(self, "finish_state", finish)
 
+    @property
+    def merging(self) -> Merging:
+        raise ArgumentError(
+            f"{self!r} cannot be combined: how two states are merged is not known. Use it on one batch; "
+            "with microbatch_size that may be large."
+        )
+
     def init(self, like: Shaped) -> State:
         state = self.init_state(jnp.zeros(like.shape, like.dtype))
         return jax.tree.map(jnp.asarray, state)
@@ -409,7 +453,15 @@ class Fold(Accumulator):
 class Loss(Statistic):
     """Each example's loss, shape [B], whatever its weight."""
 
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
+
 
 @dataclasses.dataclass(frozen=True)
 class Count(Statistic):
     """The number of examples, the sum of their weights."""
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.ADDED

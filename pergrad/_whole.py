@@ -14,7 +14,9 @@ Squares are kept in float32 at least (float64 for float64 gradients). A norm bel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from pergrad._statistics import (
     Accumulator,
     LeafStatistic,
     Mean,
+    Merging,
     Reading,
     Shaped,
     State,
@@ -78,9 +81,14 @@ class Saved(LeafStatistic):
     """The factors of one parameter's gradients, `FactorPair` or None."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Selecting(Statistic):
     """A statistic of the parameters that `where` selects by their path."""
+
+    def __repr__(self) -> str:
+        fields = [(f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        given = (f"{name}={value!r}" for name, default, value in fields if value != default)
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def _check_where(self, where: Any) -> None:
         if where is not None and not callable(where):
@@ -88,6 +96,11 @@ class _Selecting(Statistic):
                 f"{type(self).__name__}: where must be a function of a parameter's path, a string such "
                 f"as \"['block']['w']\", that returns True or False; not {where!r}."
             )
+
+
+def _total(leaves: Sequence[Any]) -> jax.Array:
+    """The sum of what there is."""
+    return functools.reduce(jnp.add, [x for x in leaves if x is not None])
 
 
 def root(square: jax.Array) -> jax.Array:
@@ -108,7 +121,7 @@ def selects(statistic: Statistic, path: str) -> bool:
     return where is None or bool(where(path))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Norm(_Selecting):
     """The l2 norm of each example's gradient, shape [B], whatever the examples' weights.
 
@@ -135,8 +148,17 @@ class Norm(_Selecting):
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (SquaredNorm(),) if selects(self, path) else ()
 
+    def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
+        if self.by == "all":
+            return root(_total(leaves))
+        return tree([square if square is None else root(square) for square in leaves])
 
-@dataclasses.dataclass(frozen=True)
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Gram(_Selecting):
     """The inner products `<g_i, g_j>` of the examples' gradients, [B, B], whatever their weights.
 
@@ -157,6 +179,16 @@ class Gram(_Selecting):
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (Pairs(),) if selects(self, path) else ()
 
+    def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
+        return _total(leaves)
+
+    @property
+    def merging(self) -> Merging:
+        raise ArgumentError(
+            f"{self!r} cannot be combined: inner products between the examples of two batches are in "
+            "the results of neither. Use it on one batch; with microbatch_size that may be large."
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Dot(Statistic):
@@ -171,6 +203,13 @@ class Dot(Statistic):
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (Projection(),)
+
+    def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
+        return _total(leaves)
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,14 +234,20 @@ class ClippedMean(Accumulator):
 
     def __post_init__(self) -> None:
         _check_by(self, self.by)
-        is_number = isinstance(self.max_norm, (int, float)) and not isinstance(self.max_norm, bool)
+        is_number = isinstance(self.max_norm, numbers.Real) and not isinstance(self.max_norm, bool)
         if not is_number or not self.max_norm >= 0:
             raise ArgumentError(
-                f"ClippedMean: max_norm must be a number of at least 0, not {self.max_norm!r}."
+                "ClippedMean: max_norm must be a number of at least 0, known when the function is made, "
+                f"not {self.max_norm!r}."
             )
+        object.__setattr__(self, "max_norm", float(self.max_norm))
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (SquaredNorm(), self)
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.WEIGHED
 
     @property
     def is_sum(self) -> bool:
@@ -227,7 +272,7 @@ class ClippedMean(Accumulator):
         return Mean().finish(state, count, like)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Factors(_Selecting):
     """What a parameter's gradients are made of: the saved inputs and residuals of its layer.
 
@@ -247,3 +292,7 @@ class Factors(_Selecting):
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (Saved(),) if selects(self, path) else ()
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED

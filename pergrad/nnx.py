@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
 from pergrad import _api, _check
+from pergrad._call import takes_direction
 from pergrad._compat import drop_dead_code
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._plan import Plan
@@ -53,11 +54,9 @@ def value_and_stats(
 
     def stats_fn(*args: Any, **kwargs: Any) -> Any:
         # Not in the signature: nnx.vmap and nnx.scan refuse functions that have defaults for keywords.
-        example_weights = kwargs.pop("example_weights", None)
+        own = _pop_own(kwargs, stats)
         call = _Call(fun, args, kwargs, argnums, wrt, options)
-        result = _api.value_and_stats(call.loss, stats, argnums, **options)(
-            *call.args, example_weights=example_weights, **kwargs
-        )
+        result = _api.value_and_stats(call.loss, stats, argnums, **options)(*call.args, **own, **kwargs)
         nnx.update(call.modules, call.state_after())
         return result
 
@@ -72,6 +71,7 @@ def explain(
     _api.explain(fun, stats, argnums, **options)
 
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
+        _pop_own(kwargs, stats)
         call = _Call(fun, args, kwargs, argnums, wrt, options)
         return _api.explain(call.loss, stats, argnums, **options)(*call.args, **kwargs)
 
@@ -101,6 +101,12 @@ def check(
         call.state_after()
 
     return check_loss
+
+
+def _pop_own(kwargs: dict[str, Any], stats: Any) -> dict[str, Any]:
+    """Takes out the keywords that are not the loss's."""
+    names = ["example_weights", *(["direction"] if takes_direction(stats) else [])]
+    return {name: kwargs.pop(name) for name in names if name in kwargs}
 
 
 class _Call:

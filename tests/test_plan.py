@@ -129,8 +129,8 @@ def test_mlp():
     for row in plan.rows:
         if row.path.endswith("['weight']"):
             assert (row.kind, row.strategy) == ("product", "summed, factored")
-            assert "mean: one sum over all examples" in row.reason
-            assert "an outer product for each example" in row.reason
+            assert "one sum over all examples" in row.reason
+            assert "an outer product for each" in row.reason
             assert row.operations == 2 * row.plain_operations
         else:
             assert (row.kind, row.strategy, row.reason) == ("sum", "materialise", "small")
@@ -160,7 +160,7 @@ def test_mean_alone(model):
     loss, *args = abstract(model)
     plan = pg.explain(loss, pg.Mean())(*args)
     assert {row.strategy for row in plan.rows} == {"summed"}
-    assert {row.reason for row in plan.rows} == {"mean: one sum over all examples"}
+    assert {row.reason for row in plan.rows} == {"one sum over all examples"}
     assert plan.operations == plan.plain_operations
     assert plan.bytes == plan.plain_bytes
 

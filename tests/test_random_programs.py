@@ -22,7 +22,8 @@ from jax import Array, lax
 import pergrad as pg
 from tests import oracle
 from tests.cases import layer_norm, over, soft_clip
-from tests.conftest import STATISTICS, Truth, assert_agrees
+from tests.conftest import STATISTICS, UNITS, Truth, assert_agrees
+from tests.whole import Questions
 
 EXAMPLES = int(os.environ.get("PERGRAD_FUZZ", "200"))
 POSITIONS, FEATURES, VOCABULARY = 3, 4, 6
@@ -417,7 +418,7 @@ class Run:
     keep_batch_dim: bool
     microbatch_size: int | str | None
     strategy: str
-    whole: bool  # also statistics that want whole gradients, which keep tails out of loops
+    asked: str  # one of ASKED
 
 
 def choice(names: Any) -> st.SearchStrategy[Any]:
@@ -440,6 +441,17 @@ networks = st.builds(
 )
 
 
+# What is asked for: statistics of conftest, of whole gradients. The second can be had inside of loops.
+MOMENTS = ["mean", "square", "cos", "variance"]
+ASKED = {
+    "moments": (MOMENTS, []),
+    "in parts": (["mean", "square"], ["norm", "norm_by_leaf", "dot"]),
+    "whole": ([*MOMENTS, "fold", "individual"], ["norm"]),
+    "clipped": (["mean"], ["gram_where", "dot", "clipped", "clipped_by_leaf"]),
+    "tokens": (["square", "token_mean"], ["norm", "gram"]),
+}
+
+
 @st.composite
 def runs(draw: Any) -> Run:
     size = draw(st.integers(1, 5))
@@ -449,8 +461,10 @@ def runs(draw: Any) -> Run:
         weights=draw(st.none() | weights.map(tuple).filter(lambda w: sum(w) > 0)),
         keep_batch_dim=draw(st.booleans()),
         microbatch_size=draw(choice([None, 1, 2, 3, "auto"])),
-        strategy=draw(choice(["auto", "streamed", "materialise", "summed", "factored", "sparse"])),
-        whole=draw(st.booleans()),
+        strategy=draw(
+            choice(["auto", "streamed", "materialise", "summed", "factored", "gram", "sparse"])
+        ),
+        asked=draw(choice(list(ASKED))),
     )
 
 
@@ -475,21 +489,27 @@ def make_batch(seed: int, size: int) -> Tree:
 def test_random_program(network: Network, run: Run) -> None:
     batch = make_batch(network.seed, run.size)
     params = network.params(batch)
-    names = ["mean", "square", "cos", "variance", *(["fold", "individual"] if run.whole else [])]
+    weights = None if run.weights is None else jnp.asarray(run.weights)
+    truth = Truth(*oracle.per_example(network.loss, (params, batch)))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    questions = Questions(truth, paths)
+    names, whole = ASKED[run.asked]
     if run.size == 1 or (run.weights and sum(run.weights) <= 1):
-        names.remove("variance")
+        names = [name for name in names if name != "variance"]
 
     def single(params: Tree, example: Tree) -> Array:
         return network.loss(params, jax.tree.map(lambda x: x[None], example))
 
+    known = STATISTICS | {"token_mean": UNITS["token_mean"].statistic}
     stats_fn = pg.value_and_stats(
         network.loss if run.keep_batch_dim else single,
-        {name: STATISTICS[name] for name in names},
+        ({name: known[name] for name in names}, {name: questions.statistics[name] for name in whole}),
         keep_batch_dim=run.keep_batch_dim,
         microbatch_size=run.microbatch_size,
         strategy=run.strategy,
     )
-    weights = None if run.weights is None else jnp.asarray(run.weights)
-    truth = Truth(*oracle.per_example(network.loss, (params, batch)))
-    out = jax.jit(stats_fn)(params, batch, example_weights=weights)
-    assert_agrees(out, truth, weights, ERROR)
+    direction = questions.direction(params)
+    more = {"direction": direction} if "dot" in whole else {}
+    value, (stats, of_whole) = jax.jit(stats_fn)(params, batch, example_weights=weights, **more)
+    assert_agrees((value, stats), truth, weights, ERROR)
+    questions.assert_agrees(of_whole, direction, weights, ERROR)
