@@ -17,8 +17,8 @@ from jax.extend.core import primitives
 
 import pergrad as pg
 from pergrad import _compat
+from pergrad._choose import STRATEGIES
 from pergrad._hoist import RULES
-from pergrad._plan import STRATEGIES
 from pergrad._steps import STEPS
 from pergrad._trace import CALLS
 from pergrad.terms import TERMS

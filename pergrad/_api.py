@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pergrad._call import Call, Request, takes_direction
+from pergrad._call import Call
 from pergrad._plan import Plan
-
-ArgNums = int | Sequence[int]
+from pergrad._request import ArgNums, Request, takes_direction
 
 
 def value_and_stats(
@@ -53,8 +52,8 @@ def value_and_stats(
       refused, or under `jit`, where it cannot be seen, gives NaN. With a `pg.Dot` among the statistics
       it takes one more keyword, `direction`.
 
-      It returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`: `value` is the weighted mean
-      loss, `aux` has an example axis in front of what `fun` returns for one example.
+      It returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`: `value` is the weighted
+      mean loss, `aux` has an example axis in front of what `fun` returns for one example.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> stats_fn = pg.value_and_stats(loss, {"mean": pg.Mean(), "variance": pg.Variance()})

@@ -1,13 +1,12 @@
-"""Around the four steps: what was asked for (`Request`), and one call of it (`Call`).
+"""Around the four steps: one call.
 
-A request is checked once, when it is made. A call checks its arguments, flattens them into parameters
-and examples, and builds the results from what the run returns.
+It checks its arguments, flattens them into parameters and examples, and builds the results from what the
+run returns.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from pergrad._choose import Phase
 from pergrad._compat import aval
 from pergrad._cut import Cut, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._hoist import hoist
-from pergrad._plan import STRATEGIES, Phase, Plan, make_plan
+from pergrad._plan import Plan, make_plan
+from pergrad._request import Request, as_tuple, takes_direction
 from pergrad._run import Outcome, Results, run, run_last
 from pergrad._statistics import (
     Accumulator,
@@ -36,69 +37,7 @@ from pergrad._statistics import (
 from pergrad._trace import trace
 from pergrad._units import per_of, units_per_example
 from pergrad._walk import Wanted
-from pergrad._whole import Dot, Saved, selects
-
-ArgNums = int | Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """The arguments of `value_and_stats`, which documents them."""
-
-    fun: Callable[..., Any]
-    stats: Any
-    argnums: ArgNums = 0
-    _: dataclasses.KW_ONLY
-    batch_argnums: ArgNums = 1
-    has_aux: bool = False
-    keep_batch_dim: bool = True
-    rng_argnums: ArgNums = ()
-    microbatch_size: int | str | None = None
-    spmd_axis_name: str | Sequence[str] | None = None
-    strategy: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not callable(self.fun):
-            raise ArgumentError(f"fun must be a function, not {self.fun!r}.")
-        for name in ("argnums", "batch_argnums", "rng_argnums"):
-            if not all(_is_int(n) for n in _as_tuple(getattr(self, name))):
-                raise ArgumentError(
-                    f"{name} must be an int or a tuple of ints, not {getattr(self, name)!r}."
-                )
-        if not _as_tuple(self.argnums):
-            raise ArgumentError("argnums is empty: there is nothing to differentiate.")
-        if not _as_tuple(self.batch_argnums):
-            raise ArgumentError("batch_argnums is empty: some argument must hold the examples.")
-        self._check_statistics()
-        size = self.microbatch_size
-        if size is not None and size != "auto" and not (_is_int(size) and int(size) >= 1):
-            raise ArgumentError(
-                f"microbatch_size must be None, 'auto' or a number of at least 1, not {size!r}."
-            )
-        if self.spmd_axis_name is not None:
-            raise ArgumentError(
-                "spmd_axis_name is not supported yet: this version works on one device. Leave it out."
-            )
-        names = ["auto", *(s.name for s in STRATEGIES)]
-        if self.strategy not in names:
-            raise ArgumentError(f"strategy must be one of {', '.join(names)}; not {self.strategy!r}.")
-
-    def _check_statistics(self) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(self.stats)
-        if not leaves:
-            raise ArgumentError("stats is empty: ask for something, for example {'mean': pg.Mean()}.")
-        for path, leaf in leaves:
-            if not isinstance(leaf, Statistic):
-                where = f"stats{jax.tree_util.keystr(path)}"
-                is_class = isinstance(leaf, type) and issubclass(leaf, Statistic)
-                hint = f" Write pg.{leaf.__name__}(), with parentheses." if is_class else ""
-                raise ArgumentError(
-                    f"{where} must be a statistic such as pg.Mean(), not {leaf!r}.{hint}"
-                )
-
-    def wanted(self, path: str) -> list[LeafStatistic]:
-        """What has to be computed for the parameter at `path`, each once."""
-        return list(dict.fromkeys(leaf for s in jax.tree.leaves(self.stats) for leaf in s.leaves(path)))
+from pergrad._whole import Saved, selects
 
 
 class Call:
@@ -135,7 +74,7 @@ class Call:
 
     def _places(self, name: str) -> tuple[int, ...]:
         """The argument numbers of this name, counted from the front."""
-        numbers, n = _as_tuple(getattr(self.request, name)), len(self.args)
+        numbers, n = as_tuple(getattr(self.request, name)), len(self.args)
         for number in numbers:
             if not -n <= number < n:
                 raise ArgumentError(
@@ -399,19 +338,6 @@ class Call:
     def _like_params(self, leaves: Sequence[Any]) -> Any:
         trees = jax.tree.unflatten(self.params_tree, leaves)
         return trees[0] if isinstance(self.request.argnums, int) else trees
-
-
-def takes_direction(stats: Any) -> bool:
-    """Whether these statistics need a direction at the call."""
-    return any(isinstance(s, Dot) for s in jax.tree.leaves(stats))
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _as_tuple(numbers: Any) -> tuple[Any, ...]:
-    return tuple(numbers) if isinstance(numbers, (tuple, list)) else (numbers,)
 
 
 def _is_number_like(x: Any) -> bool:

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pergrad import _compat
-from pergrad._call import ArgNums, Call, Request
+from pergrad._call import Call
 from pergrad._compat import JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
+from pergrad._request import ArgNums, Request
 from pergrad._statistics import Individual, Loss, Mean
 from pergrad._trace import flat_jaxpr
 

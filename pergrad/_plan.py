@@ -1,93 +1,23 @@
-"""Step 3: a strategy for every (tail, statistic), its cost and the reason, as a table.
+"""Step 3, second half: the plan, with what it costs and why, as a table.
 
-Every strategy that can give a statistic is priced (`_price`), and the cheapest is taken. Some feed all
-statistics of a tail in one pass, so a statistic that would have another strategy joins them where that
-is cheaper: the mean gradient is free then.
+`_choose` picks the strategies. Here the microbatch size is chosen, and everything is added up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pergrad import _cost, _price
+from pergrad._choose import Choice, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
 from pergrad._statistics import Accumulator, LeafStatistic
 from pergrad._tail import Tail
-from pergrad._units import Units, per_of, units_of
-from pergrad._whole import ClippedMean, Pairs, Saved, SquaredNorm
-from pergrad.strategies import Factored, Gram, Materialise, Sparse, Strategy, Streamed, Summed
-from pergrad.terms import Lookup, Total
-
-STRATEGIES: tuple[Strategy, ...] = (
-    Summed(),
-    Factored(),
-    Gram(),
-    Sparse(),
-    Streamed(),
-    Materialise(),
-)
-FORMING = ("streamed", "materialise")
-SHARED = (*FORMING, "sparse")  # one pass feeds all statistics
-
-
-class Phase(enum.Enum):
-    """When a statistic is computed: at once, when all norms are there, when all examples are."""
-
-    FIRST = 1
-    CLIPPED = 2
-    LAST = 3
-
-    @staticmethod
-    def of(statistic: LeafStatistic) -> Phase:
-        if isinstance(statistic, ClippedMean):
-            return Phase.CLIPPED
-        return Phase.LAST if isinstance(statistic, Pairs) else Phase.FIRST
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A strategy for some statistics of a tail, all of the same units and phase, and why."""
-
-    strategy: Strategy
-    statistics: tuple[LeafStatistic, ...]
-    reason: str
-    units: Units
-
-    @property
-    def phase(self) -> Phase:
-        return Phase.of(self.statistics[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class TailPlan:
-    """How a tail is reduced, and whether its factors are handed out."""
-
-    tail: Tail
-    choices: tuple[Choice, ...]
-    hands_out_factors: bool
-
-    @property
-    def keeps_factors(self) -> bool:
-        """Whether the factors are kept until all examples are there."""
-        return self.hands_out_factors or bool(self.of(Phase.LAST))
-
-    def of(self, phase: Phase) -> list[Choice]:
-        return [choice for choice in self.choices if choice.phase is phase]
-
-    def jobs(self, phase: Phase) -> list[tuple[int, LeafStatistic]]:
-        """Which gradient (by its place in the tail) feeds which statistic of a phase, each once."""
-        places, own = range(len(self.tail.grads)), self.of(phase)
-        return list(dict.fromkeys((k, s) for choice in own for k in places for s in choice.statistics))
-
-    def running(self) -> list[tuple[int, LeafStatistic]]:
-        """The jobs that are done while the examples run."""
-        return self.jobs(Phase.FIRST) + self.jobs(Phase.CLIPPED)
+from pergrad._units import per_of
+from pergrad._whole import ClippedMean, SquaredNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,106 +74,8 @@ def make_plan(
     group_size = math.lcm(*(p for own in wanted for s in own if isinstance(p := per_of(s), int)))
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
-    tails = tuple(
-        TailPlan(
-            tail,
-            tuple(_choose_all(tail, wanted, at_once, device, strategy)),
-            any(isinstance(s, Saved) for param in tail.params for s in wanted[param]),
-        )
-        for tail in cut.all_tails()
-    )
+    tails = tuple(choose(tail, wanted, at_once, device, strategy) for tail in cut.all_tails())
     return _describe(cut, tails, paths, batch_size, at_once, group_size, device)
-
-
-def _choose_all(
-    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: str
-) -> Iterator[Choice]:
-    """Choices for all statistics of a tail; those of the same phase and units share what they can."""
-    together: dict[Any, list[LeafStatistic]] = {}
-    for statistic in dict.fromkeys(s for param in tail.params for s in wanted[param]):
-        if isinstance(statistic, Saved):
-            continue
-        # Clipped means have weights of their own.
-        alone = statistic if isinstance(statistic, ClippedMean) else None
-        together.setdefault((Phase.of(statistic), per_of(statistic), alone), []).append(statistic)
-    norm: Strategy | None = None
-    for (_, per, clipped), statistics in together.items():
-        if clipped and size == 1 and forced == "auto" and norm is not None and norm.name in FORMING:
-            # The same equations again, which XLA runs once.
-            yield Choice(norm, (clipped,), "formed for its norm", Units(tail, 1))
-            continue
-        for units in units_of(tail, per):
-            for choice in _choose(units, statistics, size, device, forced):
-                norm = choice.strategy if SquaredNorm() in choice.statistics else norm
-                yield choice
-
-
-def _choose(
-    units: Units, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: str
-) -> Iterator[Choice]:
-    tail, size = units.tail, max(1, int(units.per_example * size))
-    prices = Prices(tail, size, _number_of(Accumulator, statistics), device)
-    former = min([prices.streamed(), Materialise()], key=prices.seconds)
-    chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
-    for statistic in statistics:
-        strategies = [prices.fitted(s) for s in STRATEGIES]
-        why_not = {s.name: s.why_not(tail, statistic) for s in strategies}
-        able = {s.name: s for s in strategies if why_not[s.name] is None}
-        if forced in able:
-            strategy, reason = able[forced], "as asked"
-        else:
-            best = [s for s in able.values() if s.name not in FORMING or s == former]
-            if isinstance(statistic, Accumulator) and any(s.name not in FORMING for s in best):
-                best = [s for s in best if s.name not in FORMING]
-            strategy = min(best or able.values(), key=lambda s: prices.seconds(s, statistic))
-            reason = _why(strategy, units, size)
-        if forced not in ("auto", *able):
-            reason = f"not {forced}: {why_not[forced]}"
-        chosen[statistic] = (strategy, reason)
-
-    running = [(s, why) for s, why in chosen.values() if s.name in SHARED]
-    if forced == "auto" and running:
-        for statistic, (strategy, _) in chosen.items():
-            joined, _ = running[0]
-            joins = prices.seconds_of_joining() < prices.seconds(strategy, statistic)
-            if strategy.name not in SHARED and joined.why_not(tail, statistic) is None and joins:
-                chosen[statistic] = running[0]
-    for strategy in dict.fromkeys(s for s, _ in chosen.values()):
-        own = tuple(statistic for statistic, (s, _) in chosen.items() if s == strategy)
-        reason = "; ".join(dict.fromkeys(why for s, why in chosen.values() if s == strategy))
-        yield Choice(strategy, own, reason, units)
-
-
-def _number_of(kind: type[LeafStatistic], statistics: Sequence[LeafStatistic]) -> int:
-    return sum(isinstance(statistic, kind) for statistic in statistics)
-
-
-def _why(strategy: Strategy, units: Units, size: int) -> str:
-    """The reason for a choice in a few words."""
-    tail = units.tail
-    if not tail.terms:
-        return "the same for every example"
-    term = tail.terms[0]
-    match strategy.name:
-        case "summed":
-            return "one sum over all examples"
-        case "gram":
-            return "inner products of the factors"
-        case "factored":
-            return "an outer product for each"
-        case "sparse":
-            assert isinstance(term, Lookup)
-            return f"touches at most {term.contributions} of {term.table} rows"
-    if size == 1:
-        return "one at a time"
-    for term in tail.terms if units.per_example == 1 else ():
-        if isinstance(term, Total) and not term.is_sum and term.made_by is not None:
-            return term.origin
-    if strategy.name == "materialise":
-        return "small"
-    positions = max(term.contributions for term in tail.terms)
-    what = f"sums over {positions} positions" if positions > 1 else "not a mean of factorable phi"
-    return what if len(tail.terms) == 1 else f"{what}, {len(tail.terms)} terms"
 
 
 def _choose_microbatch_size(
@@ -252,25 +84,43 @@ def _choose_microbatch_size(
     """The microbatch size m, a divisor of the batch size B, with the least to pay for its size.
 
     With a bytes of activations for an example, temporary memory of m a bytes has to be had from the
-    operating system and paged in, and B / m times the states of all statistics, p bytes, are read and
-    written: m a / fresh rate + (B / m) (2 p / memory rate + loop step). States of tails in loops, q
-    bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. On the CPU XLA runs
-    convolutions in loops several times slower than outside, so they are not put into one.
+    operating system and paged in; and B / m times the parameters and the states of all statistics, p
+    bytes together, are read, for the forward and for the backward pass, or read and written:
+    m a / fresh rate + (B / m) (2 p / memory rate + loop step). States of tails in loops, q bytes, are
+    copied into the loop and out of it: (B / m) 2 q / fresh rate more. Norms that a clipped mean needs
+    cost nothing with m = 1, where the gradient that is clipped is there to be looked at. On the CPU XLA
+    runs convolutions in loops several times slower than outside, so they are not put into one.
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
-    numbers = [_number_of(Accumulator, own) for own in wanted]
+    numbers = [number_of(Accumulator, own) for own in wanted]
     states = [n * _cost.nbytes(g) for n, g in zip(numbers, cut.program.grads, strict=True)]
-    p, q = sum(states), sum(states[param] for param in in_loops)
+    q = sum(states[param] for param in in_loops)
+    p = sum(states) + sum(_cost.nbytes(v) for v in cut.program.params)
+
+    clips = any(isinstance(s, ClippedMean) for own in wanted for s in own)
+    norms = sum(_seconds_of_norm(t, wanted, batch_size, device) for t in cut.all_tails()) if clips else 0
 
     def seconds(m: int) -> float:
         step = 2 * p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
-        return m * a / device.fresh_rate + batch_size / m * step
+        return m * a / device.fresh_rate + batch_size / m * step + (norms if m > 1 else 0)
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     fitting = [m for m in divisors if m * a <= device.working_set] or [1]
     convolves = any(eqn.primitive in _cost.CONVOLUTIONS for eqn in cut.backbone)
     return max(fitting) if convolves and device.name == "cpu" else min(fitting, key=seconds)
+
+
+def _seconds_of_norm(
+    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend
+) -> float:
+    norm = SquaredNorm()
+    choices = choose(tail, wanted, size, device, "auto").choices
+    return sum(
+        _prices_of(choice, size, device).seconds(choice.strategy, norm)
+        for choice in choices
+        if norm in choice.statistics
+    )
 
 
 def _backbone_bytes(cut: Cut, size: int) -> float:
@@ -352,7 +202,7 @@ def _kept_bytes(tail_plan: TailPlan, batch_size: int) -> float:
 
 def _prices_of(choice: Choice, size: int, device: Backend) -> Prices:
     size = max(1, int(choice.units.per_example * size))
-    return Prices(choice.units.tail, size, _number_of(Accumulator, choice.statistics), device)
+    return Prices(choice.units.tail, size, number_of(Accumulator, choice.statistics), device)
 
 
 def _rows(

@@ -28,12 +28,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pergrad._choose import Choice, Phase
 from pergrad._compat import aval
 from pergrad._cut import Cut, CutLoop, Part
 from pergrad._eval import Env, evaluate, read
 from pergrad._factors import FactorPair, factor_pair
 from pergrad._flow import evaluate_still, needed_equations
-from pergrad._plan import Choice, Phase, Plan
+from pergrad._plan import Plan
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State, Weights
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, Projection, SquaredNorm

@@ -17,10 +17,10 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
 from pergrad import _api, _check
-from pergrad._call import takes_direction
 from pergrad._compat import drop_dead_code
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._plan import Plan
+from pergrad._request import takes_direction
 
 
 def value_and_stats(

@@ -1,0 +1,186 @@
+"""Step 3, first half: a strategy for every (tail, statistic).
+
+Every strategy that can give a statistic is priced (`_price`), and the cheapest is taken. Some feed all
+statistics of a tail in one pass, so a statistic that would have another strategy joins them where that
+is cheaper: the mean gradient is free then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pergrad._price import Backend, Prices
+from pergrad._statistics import Accumulator, LeafStatistic
+from pergrad._tail import Tail
+from pergrad._units import Units, per_of, units_of
+from pergrad._whole import ClippedMean, Pairs, Saved, SquaredNorm
+from pergrad.strategies import Factored, Gram, Materialise, Sparse, Strategy, Streamed, Summed
+from pergrad.terms import Lookup, Total
+
+STRATEGIES: tuple[Strategy, ...] = (
+    Summed(),
+    Factored(),
+    Gram(),
+    Sparse(),
+    Streamed(),
+    Materialise(),
+)
+FORMING = ("streamed", "materialise")
+SHARED = (*FORMING, "sparse")  # one pass feeds all statistics
+
+
+class Phase(enum.Enum):
+    """When a statistic is computed: at once, when all norms are there, when all examples are."""
+
+    FIRST = 1
+    CLIPPED = 2
+    LAST = 3
+
+    @staticmethod
+    def of(statistic: LeafStatistic) -> Phase:
+        if isinstance(statistic, ClippedMean):
+            return Phase.CLIPPED
+        return Phase.LAST if isinstance(statistic, Pairs) else Phase.FIRST
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A strategy for some statistics of a tail, all of the same units and phase, and why."""
+
+    strategy: Strategy
+    statistics: tuple[LeafStatistic, ...]
+    reason: str
+    units: Units
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.of(self.statistics[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class TailPlan:
+    """How a tail is reduced, and whether its factors are handed out."""
+
+    tail: Tail
+    choices: tuple[Choice, ...]
+    hands_out_factors: bool
+
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether the factors are kept until all examples are there."""
+        return self.hands_out_factors or bool(self.of(Phase.LAST))
+
+    def of(self, phase: Phase) -> list[Choice]:
+        return [choice for choice in self.choices if choice.phase is phase]
+
+    def jobs(self, phase: Phase) -> list[tuple[int, LeafStatistic]]:
+        """Which gradient (by its place in the tail) feeds which statistic of a phase, each once."""
+        places, own = range(len(self.tail.grads)), self.of(phase)
+        return list(dict.fromkeys((k, s) for choice in own for k in places for s in choice.statistics))
+
+    def running(self) -> list[tuple[int, LeafStatistic]]:
+        """The jobs that are done while the examples run."""
+        return self.jobs(Phase.FIRST) + self.jobs(Phase.CLIPPED)
+
+
+def choose(
+    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: str
+) -> TailPlan:
+    """How a tail is reduced over `size` examples, with what is `wanted` of each parameter."""
+    statistics = list(dict.fromkeys(s for param in tail.params for s in wanted[param]))
+    others = [s for s in statistics if not isinstance(s, Saved)]
+    return TailPlan(
+        tail, tuple(_choices(tail, others, size, device, forced)), len(others) < len(statistics)
+    )
+
+
+def _choices(
+    tail: Tail, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: str
+) -> Iterator[Choice]:
+    """Choices for all statistics of a tail; those of the same phase and units share what they can."""
+    together: dict[Any, list[LeafStatistic]] = {}
+    for statistic in statistics:
+        # Clipped means have weights of their own.
+        alone = statistic if isinstance(statistic, ClippedMean) else None
+        together.setdefault((Phase.of(statistic), per_of(statistic), alone), []).append(statistic)
+    norm: Strategy | None = None
+    for (_, per, clipped), own in together.items():
+        if clipped and size == 1 and forced == "auto" and norm is not None and norm.name in FORMING:
+            # The same equations again, which XLA runs once.
+            yield Choice(norm, (clipped,), "formed for its norm", Units(tail, 1))
+            continue
+        for units in units_of(tail, per):
+            for choice in _choose_for(units, own, size, device, forced):
+                norm = choice.strategy if SquaredNorm() in choice.statistics else norm
+                yield choice
+
+
+def _choose_for(
+    units: Units, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: str
+) -> Iterator[Choice]:
+    tail, size = units.tail, max(1, int(units.per_example * size))
+    prices = Prices(tail, size, number_of(Accumulator, statistics), device)
+    former = min([prices.streamed(), Materialise()], key=prices.seconds)
+    chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
+    for statistic in statistics:
+        strategies = [prices.fitted(s) for s in STRATEGIES]
+        why_not = {s.name: s.why_not(tail, statistic) for s in strategies}
+        able = {s.name: s for s in strategies if why_not[s.name] is None}
+        if forced in able:
+            strategy, reason = able[forced], "as asked"
+        else:
+            best = [s for s in able.values() if s.name not in FORMING or s == former]
+            if isinstance(statistic, Accumulator) and any(s.name not in FORMING for s in best):
+                best = [s for s in best if s.name not in FORMING]
+            strategy = min(best or able.values(), key=lambda s: prices.seconds(s, statistic))
+            reason = _why(strategy, units, size)
+        if forced not in ("auto", *able):
+            reason = f"not {forced}: {why_not[forced]}"
+        chosen[statistic] = (strategy, reason)
+
+    running = [(s, why) for s, why in chosen.values() if s.name in SHARED]
+    if forced == "auto" and running:
+        for statistic, (strategy, _) in chosen.items():
+            joined, _ = running[0]
+            joins = prices.seconds_of_joining() < prices.seconds(strategy, statistic)
+            if strategy.name not in SHARED and joined.why_not(tail, statistic) is None and joins:
+                chosen[statistic] = running[0]
+    for strategy in dict.fromkeys(s for s, _ in chosen.values()):
+        own = tuple(statistic for statistic, (s, _) in chosen.items() if s == strategy)
+        reason = "; ".join(dict.fromkeys(why for s, why in chosen.values() if s == strategy))
+        yield Choice(strategy, own, reason, units)
+
+
+def number_of(kind: type[LeafStatistic], statistics: Sequence[LeafStatistic]) -> int:
+    return sum(isinstance(statistic, kind) for statistic in statistics)
+
+
+def _why(strategy: Strategy, units: Units, size: int) -> str:
+    """The reason for a choice in a few words."""
+    tail = units.tail
+    if not tail.terms:
+        return "the same for every example"
+    term = tail.terms[0]
+    match strategy.name:
+        case "summed":
+            return "one sum over all examples"
+        case "gram":
+            return "inner products of the factors"
+        case "factored":
+            return "an outer product for each"
+        case "sparse":
+            assert isinstance(term, Lookup)
+            return f"touches at most {term.contributions} of {term.table} rows"
+    if size == 1:
+        return "one at a time"
+    for term in tail.terms if units.per_example == 1 else ():
+        if isinstance(term, Total) and not term.is_sum and term.made_by is not None:
+            return term.origin
+    if strategy.name == "materialise":
+        return "small"
+    positions = max(term.contributions for term in tail.terms)
+    what = f"sums over {positions} positions" if positions > 1 else "not a mean of factorable phi"
+    return what if len(tail.terms) == 1 else f"{what}, {len(tail.terms)} terms"

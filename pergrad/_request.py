@@ -1,0 +1,90 @@
+"""What was asked for: the arguments of `value_and_stats`, checked once, when they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pergrad._choose import STRATEGIES
+from pergrad._errors import ArgumentError
+from pergrad._statistics import LeafStatistic, Statistic
+from pergrad._whole import Dot
+
+ArgNums = int | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of `value_and_stats`, which documents them."""
+
+    fun: Callable[..., Any]
+    stats: Any
+    argnums: ArgNums = 0
+    _: dataclasses.KW_ONLY
+    batch_argnums: ArgNums = 1
+    has_aux: bool = False
+    keep_batch_dim: bool = True
+    rng_argnums: ArgNums = ()
+    microbatch_size: int | str | None = None
+    spmd_axis_name: str | Sequence[str] | None = None
+    strategy: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not callable(self.fun):
+            raise ArgumentError(f"fun must be a function, not {self.fun!r}.")
+        for name in ("argnums", "batch_argnums", "rng_argnums"):
+            if not all(_is_int(n) for n in as_tuple(getattr(self, name))):
+                raise ArgumentError(
+                    f"{name} must be an int or a tuple of ints, not {getattr(self, name)!r}."
+                )
+        if not as_tuple(self.argnums):
+            raise ArgumentError("argnums is empty: there is nothing to differentiate.")
+        if not as_tuple(self.batch_argnums):
+            raise ArgumentError("batch_argnums is empty: some argument must hold the examples.")
+        self._check_statistics()
+        size = self.microbatch_size
+        if size is not None and size != "auto" and not (_is_int(size) and int(size) >= 1):
+            raise ArgumentError(
+                f"microbatch_size must be None, 'auto' or a number of at least 1, not {size!r}."
+            )
+        if self.spmd_axis_name is not None:
+            raise ArgumentError(
+                "spmd_axis_name is not supported yet: this version works on one device. Leave it out."
+            )
+        names = ["auto", *(s.name for s in STRATEGIES)]
+        if self.strategy not in names:
+            raise ArgumentError(f"strategy must be one of {', '.join(names)}; not {self.strategy!r}.")
+
+    def _check_statistics(self) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(self.stats)
+        if not leaves:
+            raise ArgumentError("stats is empty: ask for something, for example {'mean': pg.Mean()}.")
+        for path, leaf in leaves:
+            if not isinstance(leaf, Statistic):
+                where = f"stats{jax.tree_util.keystr(path)}"
+                is_class = isinstance(leaf, type) and issubclass(leaf, Statistic)
+                hint = f" Write pg.{leaf.__name__}(), with parentheses." if is_class else ""
+                raise ArgumentError(
+                    f"{where} must be a statistic such as pg.Mean(), not {leaf!r}.{hint}"
+                )
+
+    def wanted(self, path: str) -> list[LeafStatistic]:
+        """What has to be computed for the parameter at `path`, each once."""
+        return list(dict.fromkeys(leaf for s in jax.tree.leaves(self.stats) for leaf in s.leaves(path)))
+
+
+def takes_direction(stats: Any) -> bool:
+    """Whether these statistics need a direction at the call."""
+    return any(isinstance(s, Dot) for s in jax.tree.leaves(stats))
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def as_tuple(numbers: Any) -> tuple[Any, ...]:
+    return tuple(numbers) if isinstance(numbers, (tuple, list)) else (numbers,)
