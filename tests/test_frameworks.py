@@ -426,6 +426,20 @@ def test_weights_and_microbatches(nnx):
     assert_agrees(out, truth, weights, ERROR["float64"])
 
 
+def test_whole_gradients(nnx):
+    # The direction is a state like the parameters, and is not given to the loss.
+    module, batch = widened(nnx, nnx.Linear(D, D, rngs=nnx.Rngs(0))), sequences()
+    stats = {"mean": pg.Mean(), "gram": pg.Gram(), "norm": pg.Norm(where=lambda path: "kernel" in path)}
+    _, first = pg.nnx.value_and_stats(module_loss, stats)(module, batch)
+    dot = pg.nnx.value_and_stats(module_loss, pg.Dot())
+    _, dots = nnx.jit(dot)(module, batch, direction=first["mean"])
+    assert_close(dots, jnp.mean(first["gram"], axis=1))
+    plan = pg.nnx.explain(module_loss, pg.Dot())(module, batch, direction=first["mean"])
+    assert len(plan.rows) == 2
+    truth = one_after_the_other(nnx, module_loss, module, batch)
+    assert_close(first["norm"], oracle.norm(truth.grads["kernel"]))
+
+
 def test_training_step(nnx):
     batch, modules = sequences(), []
     for grad in (
