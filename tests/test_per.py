@@ -57,14 +57,16 @@ def group_truth(k, w=None):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("k", "size"), [(1, None), (2, None), (3, 2), (4, 6), (6, 5)])
-def test_groups(k, size, strategy):
-    stats_fn = pg.grad_stats(loss, statistics(k), microbatch_size=size, strategy=strategy)
-    for w in (None, WEIGHTS):
+def test_groups(strategy):
+    # Each strategy meets two sizes of groups and of microbatches, and all sizes meet one of them.
+    sizes = [(1, None), (2, None), (3, 2), (4, 6), (6, 5)]
+    number = STRATEGIES.index(strategy)
+    for (k, size), w in zip([sizes[number % 5], sizes[(number + 2) % 5]], (None, WEIGHTS), strict=True):
+        stats_fn = pg.grad_stats(loss, statistics(k), microbatch_size=size, strategy=strategy)
         close(jax.jit(stats_fn)(params(), batch(), example_weights=w), group_truth(k, w))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 11, "auto", 100])
+@pytest.mark.parametrize("size", [1, 3, 4, 7, "auto", 100])
 def test_groups_do_not_depend_on_the_microbatch(size):
     # Sizes that divide the groups, that the groups divide, and neither.
     stats = {k: statistics(k) for k in (2, 3)}
@@ -569,10 +571,9 @@ def test_tokens(name):
 @pytest.mark.parametrize("name", ["dense_bias_and_scale", "tied_embedding", "recurrence_over_places"])
 def test_tokens_by_any_strategy(name, strategy):
     m = MODELS[name]()
-    for size, weights in ((None, TOKEN_WEIGHTS), (3, None)):
-        stats_fn = pg.grad_stats(m.loss, statistics("token"), strategy=strategy, microbatch_size=size)
-        result = jax.jit(stats_fn)(m.params, m.batch, example_weights=weights)
-        same(result, token_truth(m, weights))
+    stats_fn = pg.grad_stats(m.loss, statistics("token"), strategy=strategy, microbatch_size=3)
+    result = jax.jit(stats_fn)(m.params, m.batch, example_weights=TOKEN_WEIGHTS)
+    same(result, token_truth(m, TOKEN_WEIGHTS))
 
 
 @pytest.mark.parametrize("name", MODELS)

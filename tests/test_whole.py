@@ -480,7 +480,7 @@ def test_derivative(strategy, size):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mlp", "transformer_tied", "scan_over_layers", "lora_merged"])
+@pytest.mark.parametrize("name", ["mlp", "embedding_twice", "scan_over_layers", "lora_merged"])
 def test_low_precision(name, dtype):
     for strategy, variant in (("auto", PLAIN), ("gram", WEIGHTED)):
         runner = Runner(CASE[name], variant, dtype)

@@ -41,7 +41,8 @@ class Questions:
         self.selected = [path in selected for path in paths]
         self.max_norm = float(np.median(oracle.norm(truth.grads)))
         of_leaves = np.concatenate([oracle.norm([x]) for x in self.leaves])
-        self.max_norm_of_leaf = float(np.median(of_leaves[of_leaves > 0]))
+        of_leaves = of_leaves[of_leaves > 0]
+        self.max_norm_of_leaf = float(np.median(of_leaves)) if of_leaves.size else 1.0
         where: Callable[[str], bool] = lambda path: path in selected  # noqa: E731
         self.statistics = {
             "norm": pg.Norm(),
