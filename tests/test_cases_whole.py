@@ -22,8 +22,8 @@ STRATEGIES = ("auto", "gram", "streamed", "materialise", "summed", "sparse")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_whole_gradients_and_units(case: Case) -> None:
     # What takes time is to compile, so there is one program with everything, and another one with what
-    # can be taken in by parts, inside of loops, or, for half of the other cases, with what keeps factors.
-    # From case to case the strategies and the variants move on.
+    # can be taken in by parts, inside of loops, or, for half of the other cases, with what keeps the
+    # factors. From case to case the strategies and the variants move on.
     number = CASES.index(case)
     first, second = (STRATEGIES[(number + k) % len(STRATEGIES)] for k in (0, 2))
     run(case, first, VARIANTS[number % len(VARIANTS)])
