@@ -315,7 +315,8 @@ class Call:
                 return jnp.sum(result, axis=range(1, 1 + len(tail.levels))) if tail.levels else result
             if not isinstance(statistic, Accumulator):
                 return result
-            units = count * units_per_example(tail, per_of(statistic))
+            place = tail.params.index(param)
+            units = count * units_per_example(tail, place, per_of(statistic))
             result = statistic.finish(result, units, aval(cut.program.grads[param]))
             return tail.outward(param, result) if tail.levels else result
 

@@ -55,13 +55,14 @@ class FactorPair:
 def factor_pair(cut: Cut, tail: Tail, examples: Examples) -> FactorPair | None:
     """The pair of a tail for these examples; None if its gradient is no sum of products."""
     size = examples.size
-    if len(tail.terms) != 1 or not isinstance(tail.terms[0], (Product, Convolution)):
+    if len(tail.grads) != 1 or len(tail.terms) != 1:
+        return None
+    if not isinstance(tail.terms[0], (Product, Convolution)):
         return None
     is_late = [_depends_on_cotangent(cut, v) for v in tail.terms[0].eqn.invars]
-    kinds = units_of(tail, "token")
-    if sorted(is_late) != [False, True] or len(kinds) != 1:
+    if sorted(is_late) != [False, True]:
         return None
-    (units,) = kinds
+    (units,) = units_of(tail, "token")
     unit = units.tail
     if unit.why_not_similar() or not isinstance(product := unit.terms[0], Product):
         return None
@@ -80,7 +81,7 @@ def factor_pair(cut: Cut, tail: Tail, examples: Examples) -> FactorPair | None:
     own = units.of(examples)
     env = unit.env(own.factors, own.constants)
     x, d = (read(env, v) for v in product.eqn.invars)
-    d = d * (unit.similarity(env, d.dtype) / contributions(tail))
+    d = d * (unit.similarity(env, d.dtype) / contributions(tail, 0))
     x = _lay_out(x, x_axes, leaves, is_late[0], size)
     d = _lay_out(d, d_axes, leaves, is_late[1], size)
     if x is None or d is None:

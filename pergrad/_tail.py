@@ -82,6 +82,14 @@ class Tail:
             x = move(x)
         return x.astype(dtype)
 
+    def terms_of(self, place: int) -> list[Term]:
+        """The terms that the gradient at this place is made of."""
+        needed = set(distinct([self.grads[place]]))
+        for step in reversed(self.steps):
+            if needed & set(step.outvars):
+                needed |= set(distinct(step.invars))
+        return [term for term in self.terms if term.out in needed]
+
     def operand(self, step: JaxprEqn) -> Var:
         """The operand of a move or a scale that comes from the terms."""
         on_the_way = {v for s in self.steps for v in s.outvars} | {term.out for term in self.terms}

@@ -11,8 +11,8 @@ examples that every tail can give,
 a program of its own, which is cut like any other: its products have the members as one more axis of
 positions.
 
-Tokens: a tail that adds up M contributions in all has M units u_n with mean g. Contribution c_n, to one
-of the terms, goes through the tail's linear steps A with the other terms left out,
+Tokens: a gradient that adds up M contributions in all has M units u_n with mean g. Contribution c_n, to
+one of the terms, goes through the tail's linear steps A with the other terms left out,
 
     u_n = A (M c_n) + b,      sum_n u_n / M = A sum_n c_n + b = g.
 
@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-from pergrad._compat import ClosedJaxpr, JaxprEqn, Var, aval
+from pergrad._compat import ClosedJaxpr, JaxprEqn, Var, aval, drop_dead_code
 from pergrad._eval import Env, evaluate, evaluate_wide, given, read, widen
 from pergrad._flow import is_in, needed_equations
 from pergrad._statistics import LeafStatistic, Per, Weights
@@ -60,22 +60,23 @@ def per_of(statistic: LeafStatistic) -> Per:
 def units_of(tail: Tail, per: Per) -> list[Units]:
     """The kinds of units of a tail, all of which a statistic takes in."""
     if per == "example" or not tail.terms:
-        return [Units(tail, units_per_example(tail, per))]
+        return [Units(tail, units_per_example(tail, 0, per))]
     if per == "token":
-        return [unit for term in tail.terms for unit in _contributions(tail, term)]
+        places = range(len(tail.grads))
+        return [_contributions(tail, place, term) for place in places for term in tail.terms_of(place)]
     return _groups(tail, int(per))
 
 
-def units_per_example(tail: Tail, per: Per) -> float:
-    """How many units, of all kinds, an example counts for."""
+def units_per_example(tail: Tail, place: int, per: Per) -> float:
+    """How many units, of all kinds, an example counts for in the gradient at this place of the tail."""
     if per == "token":
-        return contributions(tail)
+        return contributions(tail, place)
     return 1 / per if isinstance(per, int) else 1
 
 
-def contributions(tail: Tail) -> int:
-    """M: how many contributions a tail adds up."""
-    return sum(term.contributions for term in tail.terms) or 1
+def contributions(tail: Tail, place: int) -> int:
+    """M: how many contributions the gradient at this place adds up."""
+    return sum(term.contributions for term in tail.terms_of(place)) or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,7 @@ class _Contributions(Units):
     cut: _Cut
     whole: Tail
     term: Term
+    total: int
 
     def of(self, examples: Examples) -> Examples:
         n, w = self.term.contributions, examples.weights
@@ -156,7 +158,7 @@ class _Contributions(Units):
         parts = self.term.split(self.whole.env(factors, examples.constants))
         parts = [x.reshape(examples.size * n, *x.shape[2:]) for x in parts]
         factors, constants = self.cut.run(self.tail, parts, examples.constants)
-        return Examples(examples.size * n, w / contributions(self.whole), factors, constants)
+        return Examples(examples.size * n, w / self.total, factors, constants)
 
 
 def _along(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -164,7 +166,7 @@ def _along(x: jax.Array, w: jax.Array) -> jax.Array:
     return w.reshape(w.shape + (1,) * (x.ndim - 1))
 
 
-def _contributions(tail: Tail, term: Term) -> list[Units]:
+def _contributions(tail: Tail, place: int, term: Term) -> Units:
     def parts(*inputs: Any) -> list[jax.Array]:
         return term.split(tail.env(inputs[: len(tail.factors)], inputs[len(tail.factors) :]))
 
@@ -173,17 +175,18 @@ def _contributions(tail: Tail, term: Term) -> list[Units]:
         jax.ShapeDtypeStruct(x.shape[2:], x.dtype)
         for x in jax.eval_shape(parts, *batch, *_shapes(tail.constants))
     ]
-    times = contributions(tail)
+    total = contributions(tail, place)
 
     def gradients(*inputs: Any) -> list[jax.Array]:
         env = dict(zip(tail.constants, inputs[len(own) :], strict=True))
         contribution = term.contribution(inputs[: len(own)])
-        env[term.out] = contribution if times == 1 else contribution * times
-        return _steps_of_one(tail, term, env)
+        env[term.out] = contribution if total == 1 else contribution * total
+        return [_steps_of_one(tail, term, env)[place]]
 
     program = inlined(gradients, *own, *_shapes(tail.constants))
-    cuts = _Cut.tails(program, len(own), tail.params)
-    return [_Contributions(unit, term.contributions, cut, tail, term) for unit, cut in cuts]
+    program = ClosedJaxpr(drop_dead_code(program.jaxpr), program.consts)
+    ((unit, cut),) = _Cut.tails(program, len(own), [tail.params[place]])
+    return _Contributions(unit, term.contributions, cut, tail, term, total)
 
 
 def _steps_of_one(tail: Tail, term: Term, env: Env) -> list[jax.Array]:

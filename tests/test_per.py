@@ -485,6 +485,21 @@ def low_rank_product() -> Model:
 
 
 @model
+def low_rank_product_and_a_factor() -> Model:
+    # Both gradients share a step, and one of the factors has contributions of its own beside.
+    def loss(p: Tree, batch: Tree) -> Array:
+        h = batch["x"] @ (3 * (p["a"] @ p["b"]))
+        return mse(jnp.tanh(h), batch["y"]) + jnp.mean(jnp.square(jnp.tanh(batch["z"] @ p["b"])))
+
+    def spread(q: Tree, e: Tree) -> Array:
+        h = each(e["x"], 3 * jnp.einsum("tir,trj->tij", q["a"], q["b"][:T]))
+        return mse(jnp.tanh(h), e["y"]) + jnp.mean(jnp.square(jnp.tanh(each(e["z"], q["b"][T:]))))
+
+    p = shaped(a=(D, 2), b=(2, K))
+    return Model(loss, spread, p, data(x=(T, D), y=(T, K), z=(3, 2)), {"a": T, "b": T + 3})
+
+
+@model
 def normalised_matrix() -> Model:
     # Weight normalisation: after the sum over positions the entries of a column are mixed.
     def loss(p: Tree, batch: Tree) -> Array:
