@@ -461,7 +461,7 @@ def plain(p, b, v, w):
     }
 
 
-@pytest.mark.parametrize(("strategy", "size"), WAYS)
+@pytest.mark.parametrize(("strategy", "size"), WAYS[::2])
 def test_derivative(strategy, size):
     p, b, v, w = params(), batch(), direction(), jnp.array([1.0, 2.0, 0.5, 3.0, 1.5])
     stats_fn = pg.grad_stats(loss, ALL, strategy=strategy, microbatch_size=size)
@@ -480,7 +480,7 @@ def test_derivative(strategy, size):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mlp", "embedding_twice", "scan_over_layers", "lora_merged"])
+@pytest.mark.parametrize("name", ["embedding_twice", "scan_over_layers"])
 def test_low_precision(name, dtype):
     for strategy, variant in (("auto", PLAIN), ("gram", WEIGHTED)):
         runner = Runner(CASE[name], variant, dtype)
