@@ -8,6 +8,8 @@ import pytest
 
 import pergrad as pg
 from pergrad import _price
+from pergrad._call import Call
+from pergrad._request import Request
 from pergrad._steps import STEPS
 from pergrad.terms import TERMS
 from tests.cases import CASES, Case
@@ -46,8 +48,8 @@ def run(
 ) -> None:
     """Asks a case for statistics of whole gradients: for these, or for all and other units too."""
     runner = Runner(case, variant)
-    plan = pg.explain(runner.loss, pg.Mean(), **runner.options)(*runner.args)
-    questions = Questions(runner.truth, [row.path for row in plan.rows])
+    call = Call(Request(runner.loss, pg.Mean(), **runner.options), runner.args, {})
+    questions = Questions(runner.truth, call.paths)
     units = {name: unit.statistic for name, unit in UNITS.items()} if names is None else {}
     whole = {name: questions.statistics[name] for name in names or questions.statistics}
     argnums = case.argnums

@@ -25,7 +25,7 @@ from tests.cases import layer_norm, over, soft_clip
 from tests.conftest import STATISTICS, UNITS, Truth, assert_agrees
 from tests.whole import Questions
 
-EXAMPLES = int(os.environ.get("PERGRAD_FUZZ", "100"))
+EXAMPLES = int(os.environ.get("PERGRAD_FUZZ", "200"))
 POSITIONS, FEATURES, VOCABULARY = 3, 4, 6
 # More than for the cases: a random network may be badly conditioned.
 ERROR = 1e-9
