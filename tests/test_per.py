@@ -102,12 +102,11 @@ def test_groups_are_batches_of_their_own():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [None, 4])
-def test_padding_in_groups(size, strategy):
+def test_padding_in_groups(strategy):
     # NaN beside members that count, and a group of nothing else.
     p, b = params(), batch()
     bad = b | {"x": b["x"].at[WEIGHTS == 0].set(jnp.nan)}
-    stats_fn = pg.grad_stats(loss, statistics(3), microbatch_size=size, strategy=strategy)
+    stats_fn = pg.grad_stats(loss, statistics(3), microbatch_size=4, strategy=strategy)
     close(jax.jit(stats_fn)(p, bad, example_weights=WEIGHTS), group_truth(3, WEIGHTS))
 
 
@@ -583,7 +582,7 @@ def test_tokens(name):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["dense_bias_and_scale", "tied_embedding", "recurrence_over_places"])
+@pytest.mark.parametrize("name", ["tied_embedding", "recurrence_over_places"])
 def test_tokens_by_any_strategy(name, strategy):
     m = MODELS[name]()
     stats_fn = pg.grad_stats(m.loss, statistics("token"), strategy=strategy, microbatch_size=3)
