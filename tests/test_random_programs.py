@@ -445,10 +445,10 @@ networks = st.builds(
 MOMENTS = ["mean", "square", "cos", "variance"]
 ASKED = {
     "moments": (MOMENTS, []),
-    "in parts": (["mean", "square"], ["norm", "norm_by_leaf", "dot"]),
-    "whole": ([*MOMENTS, "fold", "individual"], ["norm"]),
-    "clipped": (["mean"], ["gram_where", "dot", "clipped", "clipped_by_leaf"]),
-    "tokens": (["square", "token_mean"], ["norm", "gram"]),
+    "in parts": (["square"], ["norm_by_leaf", "dot"]),
+    "whole": ([*MOMENTS, "fold", "individual"], []),
+    "clipped": ([], ["gram_where", "clipped", "clipped_by_leaf"]),
+    "tokens": (["token_mean"], ["norm", "gram"]),
 }
 
 
