@@ -32,10 +32,11 @@ from pergrad._statistics import (
     Variance,
     Weights,
     accumulation_dtype,
+    per_of,
     weigh,
 )
 from pergrad._trace import trace
-from pergrad._units import per_of, units_per_example
+from pergrad._units import units_per_example
 from pergrad._walk import Wanted
 from pergrad._whole import Saved, selects
 

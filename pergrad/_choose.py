@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pergrad._price import Backend, Prices
-from pergrad._statistics import Accumulator, LeafStatistic
+from pergrad._statistics import Accumulator, LeafStatistic, per_of
 from pergrad._tail import Tail
-from pergrad._units import Units, per_of, units_of
+from pergrad._units import Units, units_of
 from pergrad._whole import ClippedMean, Pairs, Saved, SquaredNorm
 from pergrad.strategies import Factored, Gram, Materialise, Sparse, Strategy, Streamed, Summed
 from pergrad.terms import Lookup, Total
@@ -124,9 +124,9 @@ def _choose_for(
     tail, size = units.tail, max(1, int(units.per_example * size))
     prices = Prices(tail, size, number_of(Accumulator, statistics), device)
     former = min([prices.streamed(), Materialise()], key=prices.seconds)
+    strategies = [prices.fitted(s) for s in STRATEGIES]
     chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
     for statistic in statistics:
-        strategies = [prices.fitted(s) for s in STRATEGIES]
         why_not = {s.name: s.why_not(tail, statistic) for s in strategies}
         able = {s.name: s for s in strategies if why_not[s.name] is None}
         if forced in able:

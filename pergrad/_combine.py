@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pergrad._errors import ArgumentError
-from pergrad._statistics import Count, Mean, Merging, Statistic, accumulation_dtype, weigh
+from pergrad._statistics import Count, Mean, Merging, Statistic, accumulation_dtype, per_of, weigh
 
 
 def combine(stats: Any, a: Any, b: Any) -> Any:
@@ -75,7 +75,7 @@ class _Batches:
         add: Callable[[Sequence[Any]], Any],
         join: Callable[[Sequence[Any]], Any],
     ) -> None:
-        self.stats, self.add, self.join = stats, add, join
+        self.add, self.join = add, join
         statistics, self.tree = jax.tree.flatten(stats)
         for statistic in statistics:
             if not isinstance(statistic, Statistic):
@@ -101,7 +101,7 @@ class _Batches:
             case Merging.WEIGHED:
                 return jax.tree.map(lambda *m: self._mean(statistic, m).astype(m[0].dtype), *results)
             case Merging.CENTRED:
-                mean = Mean(per=_per(statistic))
+                mean = Mean(per=per_of(statistic))
                 means = self._find(mean, f"{statistic!r} cannot be combined without")
                 return jax.tree.map(
                     lambda *vm: self._variance(statistic, vm[: len(results)], vm[len(results) :]),
@@ -120,7 +120,7 @@ class _Batches:
         counts = self._find(
             Count(), f"{statistic!r} is weighed by the number of examples, which cannot be known without"
         )
-        per = _per(statistic)
+        per = per_of(statistic)
         units = per if isinstance(per, int) else 1
         return [jnp.asarray(n).astype(dtype) / units for n in counts]
 
@@ -138,7 +138,3 @@ class _Batches:
             for v, m, n in zip(of, means, counts, strict=True)
         ]
         return self.add(squares) / (self.add(counts) - 1)
-
-
-def _per(statistic: Statistic) -> Any:
-    return getattr(statistic, "per", "example")

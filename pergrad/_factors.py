@@ -20,13 +20,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import jax
 from jax.extend.core import primitives as p
 
-from pergrad._compat import Atom, JaxprEqn, Var, aval
-from pergrad._cut import Cut
+from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import read
 from pergrad._flow import is_in
 from pergrad._loop import Loop
 from pergrad._steps import ONE_TO_ONE
 from pergrad._tail import Tail
+from pergrad._trace import Program
 from pergrad._units import contributions, units_of
 from pergrad.strategies import Examples
 from pergrad.terms import Convolution, Product
@@ -52,14 +52,17 @@ class FactorPair:
     residual_axes: tuple[AxisName, ...] = dataclasses.field(metadata={"static": True})
 
 
-def factor_pair(cut: Cut, tail: Tail, examples: Examples) -> FactorPair | None:
-    """The pair of a tail for these examples; None if its gradient is no sum of products."""
+def factor_pair(tail: Tail, late: Collection[Var], examples: Examples) -> FactorPair | None:
+    """The pair of a tail for these examples; None if its gradient is no sum of products.
+
+    `late` are the variables that depend on the cotangent of the loss.
+    """
     size = examples.size
     if len(tail.grads) != 1 or len(tail.terms) != 1:
         return None
     if not isinstance(tail.terms[0], (Product, Convolution)):
         return None
-    is_late = [_depends_on_cotangent(cut, v) for v in tail.terms[0].eqn.invars]
+    is_late = [is_in(v, late) for v in tail.terms[0].eqn.invars]
     if sorted(is_late) != [False, True]:
         return None
     (units,) = units_of(tail, "token")
@@ -177,9 +180,9 @@ def _lay_out(
     return x, ("example", "position", *numbers)
 
 
-def _depends_on_cotangent(cut: Cut, atom: Atom) -> bool:
-    program = cut.program
-    return is_in(atom, _reached(program.jaxpr.eqns, {program.cotangent}))
+def depends_on_cotangent(program: Program) -> set[Var]:
+    """The variables of the backward pass."""
+    return _reached(program.jaxpr.eqns, {program.cotangent})
 
 
 def _reached(eqns: Iterable[JaxprEqn], given: Collection[Var]) -> set[Var]:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
@@ -18,6 +17,7 @@ from pergrad._cost import size
 from pergrad._eval import Env, evaluate, given, read
 from pergrad._flow import evaluate_still, varying
 from pergrad._loop import Loop
+from pergrad._steps import ADDITIONS
 from pergrad._tail import Tail
 from pergrad._walk import Walk
 from pergrad.terms import Product, Term, is_zero
@@ -163,9 +163,6 @@ class _Leaver:
         axes = [0 if v in self.moving else None for v in tail.factors]
         factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
         return jax.vmap(lambda *factors: tail.gradients(factors, constants), in_axes=axes)(*factors)
-
-
-ADDITIONS = (primitives.add_p, primitives.add_jaxvals_p)
 
 
 def _as_sum(loop: Loop, carry: int) -> tuple[list[Atom], list[JaxprEqn]] | None:

@@ -14,9 +14,8 @@ from pergrad._choose import Choice, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
-from pergrad._statistics import Accumulator, LeafStatistic
+from pergrad._statistics import Accumulator, LeafStatistic, per_of
 from pergrad._tail import Tail
-from pergrad._units import per_of
 from pergrad._whole import ClippedMean, SquaredNorm
 
 

@@ -18,7 +18,6 @@ Microbatches are a `lax.scan` around all that, which hands the states on.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,12 +31,12 @@ from pergrad._choose import Choice, Phase
 from pergrad._compat import aval
 from pergrad._cut import Cut, CutLoop, Part
 from pergrad._eval import Env, evaluate, read
-from pergrad._factors import FactorPair, factor_pair
+from pergrad._factors import FactorPair, depends_on_cotangent, factor_pair
 from pergrad._flow import evaluate_still, needed_equations
 from pergrad._plan import Plan
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State, Weights
 from pergrad._tail import Tail
-from pergrad._whole import ClippedMean, Projection, SquaredNorm
+from pergrad._whole import ClippedMean, Projection, SquaredNorm, added_up
 from pergrad.strategies import Examples, Job
 
 Jobs = list[tuple[int, LeafStatistic]]
@@ -115,6 +114,8 @@ def run_last(
     env = program.given(params)
     constants = {v for tail in kept for v in tail.constants}
     evaluate_still(needed_equations(program.jaxpr.eqns, constants), env, cut.varies)
+    hands_out = any(t.hands_out_factors for t in plan.tails)
+    late = depends_on_cotangent(program) if hands_out else set()
     results: Results = []
     pairs: dict[int, FactorPair | None] = {}
     for n, t in enumerate(plan.tails):
@@ -123,7 +124,7 @@ def run_last(
         examples = Examples(plan.batch_size, 1 / plan.batch_size, factors, constants)
         results.append(_reduce(t.tail, t.of(Phase.LAST), jobs, [None] * len(jobs), examples))
         if t.hands_out_factors:
-            pair = factor_pair(cut, t.tail, examples)
+            pair = factor_pair(t.tail, late, examples)
             pairs |= dict.fromkeys(t.tail.params, pair)
     return results, pairs
 
@@ -220,7 +221,7 @@ def _run_clipped(plan: Plan, env: Env, w: jax.Array, results: Results, given: Re
             places = list(range(len(t.tail.grads)))
             for together in [places] if statistic.by == "all" else [[k] for k in places]:
                 norms = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
-                scale = statistic.scale(functools.reduce(jnp.add, [squares[param] for param in norms]))
+                scale = statistic.scale(added_up([squares[param] for param in norms]))
                 jobs: Jobs = [(k, statistic) for k in together]
                 reduce = _reducer(t.tail, [choice], jobs, None)
                 w_clipped = jnp.where(w != 0, w * scale.astype(w.dtype), 0)

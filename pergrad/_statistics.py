@@ -140,6 +140,11 @@ def _checked_per(per: Any) -> Per:
     return "example" if per == 1 else per
 
 
+def per_of(statistic: Statistic) -> Per:
+    """What one unit is for a statistic; an example, if it has no choice."""
+    return getattr(statistic, "per", "example")
+
+
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
     """`w * x`, and 0 where the weight is 0 even if `x` is not finite. `w` has `x`'s leading axes."""
     if not isinstance(w, jax.Array):

@@ -94,5 +94,7 @@ STEPS: dict[Primitive, Step] = {
     p.select_n_p: Step("mix", slice(1, None)),
 }
 
+ADDITIONS: frozenset[Primitive] = frozenset({p.add_p, p.add_jaxvals_p})
+
 # Each result depends on the operand in the same place, and on no other.
 ONE_TO_ONE: frozenset[Primitive] = frozenset({_compat.optimization_barrier_p})

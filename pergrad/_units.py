@@ -27,13 +27,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import primitives
 
 from pergrad._compat import ClosedJaxpr, JaxprEqn, Var, aval, drop_dead_code
 from pergrad._eval import Env, evaluate, evaluate_wide, given, read, widen
 from pergrad._flow import is_in, needed_equations
-from pergrad._statistics import LeafStatistic, Per, Weights
-from pergrad._steps import STEPS
+from pergrad._statistics import Per, Weights, weigh
+from pergrad._steps import ADDITIONS, STEPS
 from pergrad._tail import Tail
 from pergrad._trace import inlined
 from pergrad._walk import Walk
@@ -51,10 +50,6 @@ class Units:
     def of(self, examples: Examples) -> Examples:
         """The units of these examples."""
         return examples
-
-
-def per_of(statistic: LeafStatistic) -> Per:
-    return getattr(statistic, "per", "example")
 
 
 def units_of(tail: Tail, per: Per) -> list[Units]:
@@ -153,17 +148,12 @@ class _Contributions(Units):
         n, w = self.term.contributions, examples.weights
         factors = examples.factors
         if isinstance(w, jax.Array):  # what is not there may be NaN, which convolutions spread
-            factors = [jnp.where(_along(x, w) != 0, x, jnp.zeros((), x.dtype)) for x in factors]
+            factors = [weigh(x, jnp.not_equal(w, 0)) for x in factors]
             w = jnp.repeat(w, n)
         parts = self.term.split(self.whole.env(factors, examples.constants))
         parts = [x.reshape(examples.size * n, *x.shape[2:]) for x in parts]
         factors, constants = self.cut.run(self.tail, parts, examples.constants)
         return Examples(examples.size * n, w / self.total, factors, constants)
-
-
-def _along(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`w` [B] with the rank of `x` [B, ...]."""
-    return w.reshape(w.shape + (1,) * (x.ndim - 1))
 
 
 def _contributions(tail: Tail, place: int, term: Term) -> Units:
@@ -195,7 +185,7 @@ def _steps_of_one(tail: Tail, term: Term, env: Env) -> list[jax.Array]:
     env |= {v: jnp.zeros(aval(v).shape, aval(v).dtype) for v in zero}
     for step in tail.steps:
         others = [v for v in step.invars if not is_in(v, zero)]
-        if step.primitive in (primitives.add_p, primitives.add_jaxvals_p) and len(others) == 1:
+        if step.primitive in ADDITIONS and len(others) == 1:
             env[step.outvars[0]] = widen(read(env, others[0]))
             continue
         evaluate_wide([step], env)

@@ -98,7 +98,7 @@ class _Selecting(Statistic):
             )
 
 
-def _total(leaves: Sequence[Any]) -> jax.Array:
+def added_up(leaves: Sequence[Any]) -> jax.Array:
     """The sum of what there is."""
     return functools.reduce(jnp.add, [x for x in leaves if x is not None])
 
@@ -150,7 +150,7 @@ class Norm(_Selecting):
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
         if self.by == "all":
-            return root(_total(leaves))
+            return root(added_up(leaves))
         return tree([square if square is None else root(square) for square in leaves])
 
     @property
@@ -180,7 +180,7 @@ class Gram(_Selecting):
         return (Pairs(),) if selects(self, path) else ()
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
-        return _total(leaves)
+        return added_up(leaves)
 
     @property
     def merging(self) -> Merging:
@@ -205,7 +205,7 @@ class Dot(Statistic):
         return (Projection(),)
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
-        return _total(leaves)
+        return added_up(leaves)
 
     @property
     def merging(self) -> Merging:

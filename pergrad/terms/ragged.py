@@ -60,13 +60,9 @@ class Ragged(Term):
         env[self.out] = self._product(x, d, sizes, self.eqn.params["preferred_element_type"])
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
-        return self.sum_of(lambda x: x, env, w)
-
-    def sum_of(self, phi: Callable[[Any], Any], env: Env, w: Weights) -> jax.Array:
-        """The sum over examples, and their positions, of w phi(x_t) phi(d_t)^T in each group."""
         x, d, sizes = self._read(env)
         dtype = accumulation_dtype(aval(self.out).dtype)
-        x, d = phi(x).astype(dtype), phi(d).astype(dtype)
+        x, d = x.astype(dtype), d.astype(dtype)
         x, d = weigh_factors(x, d, w) if isinstance(w, jax.Array) else (weigh(x, w), d)
         order = jnp.argsort(_groups(sizes, x.shape[1]).reshape(-1), stable=True)
         x, d = (a.reshape(-1, a.shape[2])[order] for a in (x, d))
