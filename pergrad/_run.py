@@ -212,8 +212,8 @@ def _run_clipped(plan: Plan, env: Env, w: jax.Array, results: Results, given: Re
         if isinstance(statistic, SquaredNorm)
     }
     clipped: Results = []
-    for t, own in zip(plan.tails, given, strict=True):
-        starts = dict(zip(t.running(), own, strict=True))
+    for t, states in zip(plan.tails, given, strict=True):
+        starts = dict(zip(t.running(), states, strict=True))
         made = {}
         for choice in t.of(Phase.CLIPPED):
             (statistic,) = choice.statistics
@@ -221,12 +221,12 @@ def _run_clipped(plan: Plan, env: Env, w: jax.Array, results: Results, given: Re
             places = list(range(len(t.tail.grads)))
             for together in [places] if statistic.by == "all" else [[k] for k in places]:
                 norms = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
-                scale = statistic.scale(added_up([squares[param] for param in norms]))
+                own = statistic.weight(added_up([squares[param] for param in norms]))
                 jobs: Jobs = [(k, statistic) for k in together]
                 reduce = _reducer(t.tail, [choice], jobs, None)
-                w_clipped = jnp.where(w != 0, w * scale.astype(w.dtype), 0)
-                states = reduce(w_clipped, *_inputs(t.tail, env), [starts[job] for job in jobs])
-                made |= dict(zip(jobs, states, strict=True))
+                w_clipped = jnp.where(w != 0, w * own.astype(w.dtype), 0)
+                ends = reduce(w_clipped, *_inputs(t.tail, env), [starts[job] for job in jobs])
+                made |= dict(zip(jobs, ends, strict=True))
         clipped.append([made[job] for job in t.jobs(Phase.CLIPPED)])
     return clipped
 

@@ -196,6 +196,8 @@ def power(p: int | float) -> Power:
     return Power(int(p) if float(p).is_integer() else p)
 
 
+Phi = Callable[[jax.Array], jax.Array] | None
+
 FACTORABLE = (jnp.square, jnp.abs, jnp.absolute, jnp.sign)
 
 
@@ -221,7 +223,7 @@ class Mean(Accumulator):
     Array(5., dtype=float32)
     """
 
-    phi: Callable[[jax.Array], jax.Array] | None = None
+    phi: Phi = None
     _: dataclasses.KW_ONLY
     per: Per = "example"
     factorable: bool | None = None
@@ -282,7 +284,7 @@ class Mean(Accumulator):
         return state.astype(like.dtype) if self.phi is None else state
 
     def __repr__(self) -> str:
-        phi = "" if self.phi is None else _name(self.phi)
+        phi = "" if self.phi is None else name_of(self.phi)
         said = "" if self.factorable is None else f"factorable={self.factorable}"
         return f"Mean({', '.join(filter(None, [phi, _per_of(self), said]))})"
 
@@ -368,7 +370,7 @@ def _per_of(statistic: Mean | Variance) -> str:
     return "" if statistic.per == "example" else f"per={statistic.per!r}"
 
 
-def _name(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", repr(function))
 
 
@@ -451,7 +453,7 @@ class Fold(Accumulator):
 
     def __repr__(self) -> str:
         functions = (self.init_state, self.update, self.finish_state)
-        return f"Fold({', '.join(_name(f) for f in functions if f is not None)})"
+        return f"Fold({', '.join(name_of(f) for f in functions if f is not None)})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ Each is made of leaves, one for every parameter, of which most are sums over par
     ||g_i||^2 = sum over parameters of ||g_i||^2,     <g_i, v> and <g_i, g_j> alike.
 
 A clipped mean needs every norm before its first sum. It takes no second backward pass: once the norms
-are there, it is a mean with other weights, w_i min(1, C / ||g_i||), over factors that are still there.
+are there, it is a mean with other weights, w_i phi(min(1, C / ||g_i||)), over factors that are still
+there.
 
 Squares are kept in float32 at least (float64 for float64 gradients). A norm below 1e-19 or above 1e19 is
 0 or infinite in float32, as its square is.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,16 +26,14 @@ import jax.numpy as jnp
 
 from pergrad._errors import ArgumentError
 from pergrad._statistics import (
-    Accumulator,
     LeafStatistic,
     Mean,
     Merging,
+    Phi,
     Reading,
-    Shaped,
-    State,
     Statistic,
-    Weights,
     accumulation_dtype,
+    name_of,
 )
 
 Where = Callable[[str], bool]
@@ -212,64 +212,63 @@ class Dot(Statistic):
         return Merging.JOINED
 
 
-@dataclasses.dataclass(frozen=True)
-class ClippedMean(Accumulator):
-    """`sum_i w_i g_i min(1, max_norm / ||g_i||) / sum_i w_i`: the mean of clipped gradients.
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class ClippedMean(Mean):
+    """`sum_i w_i phi(c_i g_i) / sum_i w_i` with `c_i = min(1, max_norm / ||g_i||)`: clipped gradients.
 
-    Shaped and typed like the parameters. It is a mean: multiply it by the number of examples to have
-    the sum. A `max_norm` of 0 gives 0, infinity the mean gradient. An example whose norm is not finite
-    makes the result NaN, unless its weight is 0.
+    Without `phi` it is the mean of the clipped gradients, shaped and typed like the parameters: multiply
+    it by the number of examples to have the sum. A `max_norm` of 0 gives 0, infinity the statistic of
+    the gradients as they are. An example whose norm is not finite makes the result NaN, unless its
+    weight is 0.
 
     Args:
       max_norm: the largest norm that is left as it is.
       by: `"all"`: the norm of all parameters together. `"leaf"`: each parameter is clipped by its own.
+      phi: None, or one of the functions that `Mean` knows to be factorable, such as `jnp.square`.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> pg.grad_stats(loss, pg.ClippedMean(2.0))(jnp.float32(1), jnp.array([1.0, 5.0]))
     Array(1.5, dtype=float32)
     """
 
-    max_norm: float
+    max_norm: float = math.inf
     by: str = "all"
 
-    def __post_init__(self) -> None:
-        _check_by(self, self.by)
-        is_number = isinstance(self.max_norm, numbers.Real) and not isinstance(self.max_norm, bool)
-        if not is_number or not self.max_norm >= 0:
+    def __init__(self, max_norm: float, by: str = "all", *, phi: Phi = None) -> None:
+        _check_by(self, by)
+        is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
+        if not is_number or not max_norm >= 0:
             raise ArgumentError(
                 "ClippedMean: max_norm must be a number of at least 0, known when the function is made, "
-                f"not {self.max_norm!r}."
+                f"not {max_norm!r}."
             )
-        object.__setattr__(self, "max_norm", float(self.max_norm))
+        if not Mean(phi).is_factorable:
+            raise ArgumentError(
+                f"ClippedMean: phi must be jnp.square, jnp.abs, jnp.sign or pg.power(p), not {phi!r}."
+            )
+        object.__setattr__(self, "phi", phi)
+        object.__setattr__(self, "max_norm", float(max_norm))
+        object.__setattr__(self, "by", by)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (SquaredNorm(), self)
 
     @property
-    def merging(self) -> Merging:
-        return Merging.WEIGHED
+    def in_parts(self) -> bool:
+        return False
 
-    @property
-    def is_sum(self) -> bool:
-        return True
-
-    def scale(self, squared_norm: jax.Array) -> jax.Array:
-        """min(1, max_norm / norm): 1 for a gradient of zeros, NaN for one that is not finite."""
+    def weight(self, squared_norm: jax.Array) -> jax.Array:
+        """phi(c), since phi(c g) = phi(c) phi(g). c is 1 for a gradient of zeros, NaN for one that is
+        not finite."""
         norm = root(squared_norm)
-        scale = jnp.where(norm > self.max_norm, self.max_norm / jnp.where(norm > 0, norm, 1), 1)
-        return jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+        c = jnp.where(norm > self.max_norm, self.max_norm / jnp.where(norm > 0, norm, 1), 1)
+        return self.apply(jnp.where(jnp.isfinite(norm), c, jnp.nan))
 
-    def init(self, like: Shaped) -> State:
-        return Mean().init(like)
-
-    def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        return Mean().add(state, g, w)
-
-    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        return Mean().add_all(state, gs, w)
-
-    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
-        return Mean().finish(state, count, like)
+    def __repr__(self) -> str:
+        by = "" if self.by == "all" else f", by={self.by!r}"
+        return (
+            f"ClippedMean({self.max_norm}{by}{'' if self.phi is None else f', phi={name_of(self.phi)}'})"
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -103,10 +103,11 @@ def dot(g: Tree, v: Tree) -> np.ndarray:
     return _rows(g) @ row
 
 
-def clipped_mean(g: Tree, max_norm: float, w: Any = None) -> Tree:
+def clipped_mean(g: Tree, max_norm: float, w: Any = None, phi: Any = None) -> Tree:
     """`sum_i w_i g_i min(1, max_norm / ||g_i||) / sum_i w_i`, the norm over all leaves of the tree.
 
-    A gradient whose norm is not finite makes everything NaN, unless its weight is 0.
+    With `phi` it is the mean of phi of the clipped gradients. A gradient whose norm is not finite makes
+    everything NaN, unless its weight is 0.
     """
 
     def scale(length: float) -> float:
@@ -119,7 +120,7 @@ def clipped_mean(g: Tree, max_norm: float, w: Any = None) -> Tree:
     def leaf(x: np.ndarray) -> np.ndarray:
         x, counts = _kept(x, w)
         own = np.reshape(_kept(scales, w)[0], (-1, *[1] * (x.ndim - 1)))
-        return _mean(own * x, counts)
+        return _mean(own * x if phi is None else phi(own * x), counts)
 
     return jax.tree.map(leaf, g)
 

@@ -447,7 +447,7 @@ ASKED = {
     "moments": (MOMENTS, []),
     "in parts": (["square"], ["norm_by_leaf", "dot"]),
     "whole": ([*MOMENTS, "fold", "individual"], []),
-    "clipped": ([], ["gram_where", "clipped", "clipped_by_leaf"]),
+    "clipped": ([], ["gram_where", "clipped_square", "clipped_by_leaf"]),
     "tokens": (["token_mean"], ["norm", "gram"]),
 }
 

@@ -7,6 +7,7 @@ leaves together by ERROR * S, where S^2 is the sum of theirs. So
     a norm, or the dot product with a direction of length 1:  ERROR * S
     the inner product of two gradients:                       2 ERROR * S^2
     a gradient clipped to the norm c:                         ERROR * G (1 + S / c)
+    its square:                                               2 G times that
 
 and a result of several leaves has a bound that looks at each of them: no large leaf hides a small one.
 """
@@ -24,7 +25,7 @@ from tests.conftest import Truth, assert_within, kept, scales
 
 Tree = Any
 
-OF_LEAVES = ("norm_by_leaf", "norm_by_leaf_where", "clipped", "clipped_by_leaf")
+OF_LEAVES = ("norm_by_leaf", "norm_by_leaf_where", "clipped", "clipped_square", "clipped_by_leaf")
 
 
 class Questions:
@@ -53,6 +54,7 @@ class Questions:
             "gram_where": pg.Gram(where=where),
             "dot": pg.Dot(),
             "clipped": pg.ClippedMean(self.max_norm),
+            "clipped_square": pg.ClippedMean(self.max_norm, phi=jnp.square),
             "clipped_by_leaf": pg.ClippedMean(self.max_norm_of_leaf, by="leaf"),
         }
 
@@ -89,7 +91,10 @@ class Questions:
             dots = oracle.dot(self.truth.grads, direction)
             _assert_examples(stats["dot"], dots, w, error * _length(S), "dot")
 
-        truth = jax.tree.leaves(oracle.clipped_mean(self.truth.grads, self.max_norm, w))
+        truth, squares = (
+            jax.tree.leaves(oracle.clipped_mean(self.truth.grads, self.max_norm, w, phi))
+            for phi in (None, np.square)
+        )
         flat = {name: self.tree.flatten_up_to(x) for name, x in stats.items() if name in OF_LEAVES}
         for name, leaves in flat.items():
             for i, g in enumerate(self.leaves):
@@ -102,6 +107,9 @@ class Questions:
                     case "clipped":
                         bound = error * G[i] * (1 + _length(S) / self.max_norm)
                         assert_within(leaves[i], truth[i], bound, where)
+                    case "clipped_square":
+                        bound = 3 * G[i] * error * G[i] * (1 + _length(S) / self.max_norm)
+                        assert_within(leaves[i], squares[i], bound, where)
                     case "clipped_by_leaf":
                         c = self.max_norm_of_leaf
                         bound = error * G[i] * (1 + S[i] / c)
