@@ -1,5 +1,6 @@
 """pergrad: statistics of per-example gradients at the price of the mean gradient."""
 
+from pergrad import noise, optim, scaling
 from pergrad._api import explain, grad_stats, value_and_stats
 from pergrad._check import check
 from pergrad._combine import all_combine, combine
@@ -34,6 +35,9 @@ __all__ = [
     "combine",
     "explain",
     "grad_stats",
+    "noise",
+    "optim",
     "power",
+    "scaling",
     "value_and_stats",
 ]

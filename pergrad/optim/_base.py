@@ -1,0 +1,124 @@
+"""What an optimizer on statistics is: optax's, with the dictionary of statistics that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pergrad._errors import ArgumentError
+from pergrad._statistics import Count, Mean, Statistic, Variance
+
+Stats = Mapping[str, Any]
+
+
+class Entry(NamedTuple):
+    """A statistic as an optimizer asks for it.
+
+    `source` is the text that makes it. Gradients c g have c ** `degree` times the statistic.
+    """
+
+    statistic: Statistic
+    source: str
+    degree: int
+
+
+# Every name by which an optimizer asks for a statistic.
+VOCABULARY = {
+    "mean": Entry(Mean(), "pg.Mean()", 1),
+    "second_moment": Entry(Mean(jnp.square), "pg.Mean(jnp.square)", 2),
+    "variance": Entry(Variance(), "pg.Variance()", 2),
+    "sign": Entry(Mean(jnp.sign), "pg.Mean(jnp.sign)", 0),
+    "count": Entry(Count(), "pg.Count()", 0),
+}
+
+
+class StatsTransformation(optax.GradientTransformationExtraArgs):
+    """A gradient transformation of optax that looks at statistics.
+
+    `stats` is the dictionary to give to `pg.value_and_stats`; its results go to `update` as `stats=`:
+
+        value, stats = pg.value_and_stats(loss, tx.stats)(params, batch)
+        updates, state = tx.update(stats["mean"], state, params, stats=stats)
+
+    Everything that optax does with a transformation it does with this one too. What optax returns
+    (`optax.chain`, `optax.masked`) has no `stats`: keep those of the part that was given to it, or use
+    `pergrad.optim.chain`.
+    """
+
+    stats: dict[str, Statistic]
+
+    def __new__(cls, init: Any, update: Any, stats: Mapping[str, Statistic]) -> StatsTransformation:
+        self = super().__new__(cls, init, update)
+        self.stats = dict(stats)
+        return self
+
+
+def chain(*transformations: optax.GradientTransformation) -> StatsTransformation:
+    """`optax.chain`, of which `stats` is the union of what its parts need.
+
+    >>> tx = pg.optim.chain(pg.optim.scale_by_sign(of="examples"), optax.scale(-1e-3))
+    >>> tx.stats
+    {'mean': Mean(), 'sign': Mean(sign)}
+    """
+    stats: dict[str, Statistic] = {}
+    for transformation in transformations:
+        for name, statistic in getattr(transformation, "stats", {}).items():
+            if stats.setdefault(name, statistic) != statistic:
+                raise ArgumentError(
+                    f"chain: two parts mean different statistics by {name!r}: {stats[name]!r} and "
+                    f"{statistic!r}."
+                )
+    return StatsTransformation(*optax.chain(*transformations), stats)
+
+
+def asked(*names: str) -> dict[str, Statistic]:
+    """The dictionary of these statistics."""
+    return {name: VOCABULARY[name].statistic for name in names}
+
+
+def found(who: str, name: str, stats: Stats | None, updates: Any) -> Any:
+    """The statistic `name`, a tree like `updates`, of which `optax.masked` may have left a part."""
+    if stats is None or name not in stats:
+        there = (
+            "there is no stats=" if stats is None else f"stats has only {', '.join(map(repr, stats))}"
+        )
+        raise ArgumentError(
+            f"{who} needs the statistic {name!r}, but {there}. Ask for it,\n"
+            f'    stats_fn = pg.value_and_stats(loss, {{..., "{name}": {VOCABULARY[name].source}}})\n'
+            "(tx.stats has all that is needed), and hand the results on:\n"
+            '    updates, state = tx.update(stats["mean"], state, params, stats=stats)'
+        )
+    if isinstance(VOCABULARY[name].statistic, Count):
+        return jnp.asarray(stats[name])
+    return _aligned(who, name, stats[name], updates)
+
+
+def _aligned(who: str, name: str, result: Any, updates: Any) -> Any:
+    """`result` where `updates` has an array, and the mark of `optax.masked` where that stands."""
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    def one(path: Any, update: Any, x: Any) -> Any:
+        if is_masked(update):
+            return update
+        if jnp.shape(x) != jnp.shape(update):
+            raise ArgumentError(
+                f"{who}: stats[{name!r}] has the shape {jnp.shape(x)} at {jax.tree_util.keystr(path)}, "
+                f"but the gradient has {jnp.shape(update)} there."
+            )
+        return x
+
+    try:
+        return jax.tree_util.tree_map_with_path(one, updates, result, is_leaf=is_masked)
+    except ArgumentError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(
+            f"{who}: stats[{name!r}] is not a tree like the gradients: "
+            f"{jax.tree.structure(result)}, not {jax.tree.structure(updates)}."
+        ) from error

@@ -1,0 +1,203 @@
+"""Learning-rate rules for a change of batch size.
+
+When the batch grows by a factor kappa, the mean gradient's noise sigma^2 / B shrinks by it, and a run
+over the same examples takes kappa times fewer steps. What the learning rate eta should become depends on
+the optimizer:
+
+    linear   kappa eta         The step is eta times the gradient, or times the gradient over something
+                               that does not depend on B (SGD, MicroAdam, MicroAdamVar): kappa times
+                               fewer steps, each kappa times as long.
+    sqrt     sqrt(kappa) eta   The gradient is divided by the root of its own mean square
+                               (Adam, SignSGD), which is sigma / sqrt(B) where noise dominates: that
+                               alone makes steps sqrt(kappa) times as long.
+    sde      sqrt(kappa) eta   The same, with decays and eps that keep the same memory in examples:
+                               beta becomes 1 - kappa (1 - beta) and eps becomes eps / sqrt(kappa)
+                               (Malladi et al. 2022).
+    peak     sqrt(kappa) eta   for batches far below the noise scale Bn, 1 / sqrt(kappa) far above it:
+                               eta(B) = eta_max / ((sqrt(Bn / B) + sqrt(B / Bn)) / 2), largest at B = Bn
+                               (Li et al. 2024).
+
+Decoupled weight decay multiplies parameters by 1 - eta lambda in every step; for the same shrinkage per
+example lambda becomes lambda kappa eta / eta', a step of ours that none of the rules contains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pergrad._errors import ArgumentError
+
+RULES = ("sqrt", "sde", "linear", "peak")
+
+
+def sqrt(learning_rate: float, kappa: float) -> float:
+    """The learning rate for batches `kappa` times as large, by the square-root rule.
+
+    >>> pg.scaling.sqrt(1e-3, 4)
+    0.002
+    """
+    return learning_rate * math.sqrt(_checked("kappa", kappa))
+
+
+def linear(learning_rate: float, kappa: float) -> float:
+    """The learning rate for batches `kappa` times as large, by the linear rule.
+
+    >>> pg.scaling.linear(1e-3, 4)
+    0.004
+    """
+    return learning_rate * _checked("kappa", kappa)
+
+
+def peak(learning_rate: float, batch_size: float, new_batch_size: float, noise_scale: float) -> float:
+    """The learning rate for `new_batch_size`, by the rule with a peak at the noise scale.
+
+    >>> round(pg.scaling.peak(1e-3, 64, 512, noise_scale=128), 6)
+    0.000849
+    """
+    _checked("noise_scale", noise_scale)
+
+    def height(size: float) -> float:
+        ratio = math.sqrt(_checked("batch_size", size) / noise_scale)
+        return 2 / (ratio + 1 / ratio)
+
+    return learning_rate * height(new_batch_size) / height(batch_size)
+
+
+def decay(beta: float, kappa: float) -> float:
+    """The decay of a moving average that remembers as many examples: `1 - kappa (1 - beta)`.
+
+    >>> pg.scaling.decay(0.999, 4)
+    0.996
+    """
+    new = 1 - _checked("kappa", kappa) * (1 - beta)
+    if new < 0:
+        raise ArgumentError(
+            f"A decay of {beta:g} remembers {1 / (1 - beta):.3g} steps; with batches {kappa:g} times as "
+            "large that is less than one. The rule ends there: move by a smaller factor, or use the "
+            "rule 'sqrt', which leaves decays alone."
+        )
+    return round(new, 12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One entry of a configuration, before and after, and why."""
+
+    name: str
+    old: Any
+    new: Any
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A configuration for another batch size; printed, what was changed and why."""
+
+    config: dict[str, Any]
+    changes: tuple[Change, ...]
+    title: str
+
+    def __str__(self) -> str:
+        rows = [("", "before", "after", "why")]
+        rows += [(c.name, _shown(c.old), _shown(c.new), c.reason) for c in self.changes]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self.title, *lines])
+
+
+def move(
+    config: Mapping[str, Any],
+    batch_size: int,
+    new_batch_size: int,
+    rule: str = "sqrt",
+    *,
+    noise_scale: float | None = None,
+) -> Move:
+    """Moves an optimizer's keyword arguments from one batch size to another, and says what it did.
+
+    Args:
+      config: keyword arguments by name. `learning_rate` (a number or a schedule over steps), `b1`, `b2`,
+        `eps`, `eps_root`, `weight_decay` and numbers of steps (`steps`, `warmup_steps`, ...) are
+        understood; everything else is handed on as it is.
+      batch_size: the size that `config` was tuned for.
+      new_batch_size: the size to move to.
+      rule: `"sqrt"`, `"sde"`, `"linear"` or `"peak"`: see the head of this module.
+      noise_scale: for the rule with a peak there.
+
+    >>> print(pg.scaling.move({"learning_rate": 1e-3, "b2": 0.999, "steps": 1000}, 64, 256, "sde"))
+    batch size 64 -> 256, kappa = 4, rule sde
+                   before  after  why
+    learning_rate  0.001   0.002  times sqrt(kappa): the noise of the gradient is its own unit
+    b2             0.999   0.996  1 - kappa (1 - beta): the same memory in examples
+    steps          1000    250    divided by kappa: the same number of examples
+    """
+    _check_move(config, rule, noise_scale)
+    kappa = _checked("new_batch_size", new_batch_size) / _checked("batch_size", batch_size)
+    factor, reason = {
+        "sqrt": (math.sqrt(kappa), "times sqrt(kappa): the noise of the gradient is its own unit"),
+        "sde": (math.sqrt(kappa), "times sqrt(kappa): the noise of the gradient is its own unit"),
+        "linear": (kappa, "times kappa: fewer steps, each as much longer"),
+        "peak": (
+            peak(1.0, batch_size, new_batch_size, noise_scale) if noise_scale else 1.0,
+            f"the peak is at the noise scale, {noise_scale}",
+        ),
+    }[rule]
+
+    def moved(name: str, old: Any) -> tuple[Any, str]:
+        if name == "learning_rate":
+            if callable(old):
+                return _schedule(old, factor, kappa), f"{reason}; over steps of kappa times the examples"
+            return old * factor, reason
+        if name == "weight_decay":
+            return (
+                old * kappa / factor,
+                "times kappa / the change of the learning rate: as much per example",
+            )
+        if name == "steps" or name.endswith("_steps"):
+            return max(1, round(old / kappa)), "divided by kappa: the same number of examples"
+        if rule == "sde" and name in ("b1", "b2"):
+            return decay(old, kappa), "1 - kappa (1 - beta): the same memory in examples"
+        if rule == "sde" and name == "eps":
+            return old / math.sqrt(kappa), "divided by sqrt(kappa), as the root of the second moment"
+        if rule == "sde" and name == "eps_root":
+            return old / kappa, "divided by kappa, as the second moment"
+        return old, "left as it is"
+
+    news = {name: moved(name, old) for name, old in config.items()}
+    return Move(
+        {name: new for name, (new, _) in news.items()},
+        tuple(Change(name, config[name], new, why) for name, (new, why) in news.items()),
+        f"batch size {batch_size} -> {new_batch_size}, kappa = {kappa:g}, rule {rule}",
+    )
+
+
+def _schedule(schedule: Callable[[Any], Any], factor: float, kappa: float) -> Callable[[Any], Any]:
+    """The schedule for steps of kappa times as many examples."""
+    return lambda step: factor * schedule(step * kappa)
+
+
+def _check_move(config: Mapping[str, Any], rule: str, noise_scale: float | None) -> None:
+    if rule not in RULES:
+        raise ArgumentError(f"move: rule must be one of {RULES}, not {rule!r}.")
+    if "learning_rate" not in config:
+        raise ArgumentError(f"move: config has no learning_rate, only {sorted(config)}.")
+    if rule == "peak" and noise_scale is None:
+        raise ArgumentError(
+            "move: the rule 'peak' needs noise_scale=, which pergrad.noise measures. Or use 'sqrt'."
+        )
+
+
+def _checked(name: str, number: float) -> float:
+    if not 0 < number < math.inf:
+        raise ArgumentError(f"{name} must be a positive, finite number, not {number!r}.")
+    return number
+
+
+def _shown(x: Any) -> str:
+    return "schedule" if callable(x) else f"{x:.4g}" if isinstance(x, float) else str(x)
