@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -30,14 +29,15 @@ from benchmarks.timing import compile_all, table, time_all
 MODEL = Transformer(batch=32, length=64, width=128, layers=2, vocab=256)
 STEPS = 80
 WINDOW = 20  # steps over which signal and noise are averaged before they are divided
+MONITOR = pg.noise.Monitor(
+    decay=1 - 1 / WINDOW, where=lambda path: "norm" not in path and "bias" not in path
+)
 
 # Modules that have long been there and are written in Python.
 MODULES = (
     *("argparse", "ast", "calendar", "cmd", "configparser", "csv", "dataclasses", "difflib"),
     *("fractions", "heapq", "inspect", "mailbox", "shutil", "statistics", "tarfile", "typing"),
 )
-
-Noise = dict[str, tuple[jax.Array, jax.Array]]
 
 
 def read_text() -> np.ndarray:
@@ -53,66 +53,40 @@ def draw_batch(text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return text[starts[:, None] + np.arange(MODEL.length + 1)]
 
 
-def signal_and_noise(statistics: dict[str, Any]) -> Noise:
-    """For each layer the squares of signal and noise in the mean gradient, summed over parameters.
-
-    The mean gbar over B examples has E[gbar^2] = mu^2 + sigma^2 / B. With q the mean of g_i^2, both
-    terms have an unbiased estimate, and they add up to gbar^2:
-
-        mu^2        = (B gbar^2 - q) / (B - 1)
-        sigma^2 / B = (q - gbar^2) / (B - 1)
-    """
-    B = MODEL.batch
-    gbar_leaves = jax.tree.leaves_with_path(statistics["mean"])
-    q_leaves = jax.tree.leaves(statistics["second_moment"])
-    layers: Noise = {}
-    for (path, gbar), q in zip(gbar_leaves, q_leaves, strict=True):
-        layer = jax.tree_util.keystr(path[:-1] or path, simple=True, separator=".")
-        signal, noise = layers.get(layer, (jnp.zeros(()), jnp.zeros(())))
-        layers[layer] = (
-            signal + jnp.sum(B * gbar**2 - q) / (B - 1),
-            noise + jnp.sum(q - gbar**2) / (B - 1),
-        )
-    return layers
-
-
-def train(text: np.ndarray) -> list[Noise]:
-    """Train with Adam on the mean gradient; returns the signal and noise of every step."""
-    stats_fn = pg.value_and_stats(MODEL.loss, STATISTICS)
+def train(text: np.ndarray) -> list[dict[str, float]]:
+    """Train with Adam on the mean gradient; the noise in it after `WINDOW` steps, and at the end."""
+    stats_fn = pg.value_and_stats(MODEL.loss, STATISTICS | {"count": pg.Count()})
     optimizer = optax.adam(1e-3)
 
     @jax.jit
-    def step(params, state, tokens):
+    def step(params, state, noise, tokens):
         loss, statistics = stats_fn(params, tokens)
         updates, state = optimizer.update(statistics["mean"], state, params)
-        return optax.apply_updates(params, updates), state, loss, signal_and_noise(statistics)
+        return optax.apply_updates(params, updates), state, MONITOR.update(statistics, noise), loss
 
     params = MODEL.init(jax.random.key(0))
-    state = optimizer.init(params)
+    state, noise = optimizer.init(params), MONITOR.init(params)
     rng = np.random.default_rng(0)
-    history = []
+    summaries = []
     for index in range(STEPS):
-        params, state, loss, noise = step(params, state, draw_batch(text, rng))
-        history.append(noise)
+        params, state, noise, loss = step(params, state, noise, draw_batch(text, rng))
+        if index + 1 in (WINDOW, STEPS):
+            summaries.append(MONITOR.summary(noise))
         if index % 10 == 0 or index == STEPS - 1:
             print(f"  step {index:3d}   loss {loss:.3f}", flush=True)
-    return history
+    return summaries
 
 
-def noise_table(history: list[Noise]) -> str:
-    """Signal-to-noise ratio and share of noise, early and late in training."""
+def noise_table(summaries: list[dict[str, float]]) -> str:
+    """Signal-to-noise ratio of the mean gradient and share of noise, early and late in training."""
     rows = []
-    for layer in history[0]:
-        early, late = (_ratio_and_share(part, layer) for part in (history[:WINDOW], history[-WINDOW:]))
-        rows.append([layer, f"{early[0]:.2f}", f"{late[0]:.2f}", f"{early[1]:.0%}", f"{late[1]:.0%}"])
-    return table(["layer", "SNR early", "SNR late", "noise early", "noise late"], rows)
-
-
-def _ratio_and_share(history: list[Noise], layer: str) -> tuple[float, float]:
-    """`sqrt(B) mu / sigma` and the noise's part of `E[gbar^2]`; averaged first, then divided."""
-    signal, noise = np.mean([noise[layer] for noise in history], axis=0)
-    signal = max(signal, 0.0)  # the estimate can be negative where there is nearly no signal
-    return (signal / noise) ** 0.5, noise / (signal + noise)
+    for name in summaries[0]:
+        if name.startswith("noise_share"):
+            shares = [summary[name] for summary in summaries]
+            ratios = [f"{share**-0.5:.2f}" for share in shares]
+            parts = [f"{1 - 1 / (1 + share):.0%}" for share in shares]
+            rows.append([name.removeprefix("noise_share") or "all", *ratios, *parts])
+    return table(["parameter", "SNR early", "SNR late", "noise early", "noise late"], rows)
 
 
 def compare_costs(params: Any, tokens: np.ndarray) -> str:
@@ -136,15 +110,20 @@ def main() -> None:
     print(pg.explain(MODEL.loss, STATISTICS)(params, tokens))
 
     print(f"\nTraining for {STEPS} steps with Adam on the mean:\n")
-    history = train(text)
+    summaries = train(text)
 
     print(
         f"\nFrom the second moment: how much of a gradient over {MODEL.batch} examples is signal?\n"
-        f"(early: the first {WINDOW} steps, late: the last {WINDOW}; "
-        "SNR: signal-to-noise ratio of the mean,\n"
-        "noise: its part of the mean gradient's squared norm)\n"
+        f"(early: step {WINDOW}, late: step {STEPS}, each an average over about {WINDOW} steps;\n"
+        "SNR: signal-to-noise ratio of the mean, noise: its part of the mean gradient's squared norm)\n"
     )
-    print(noise_table(history))
+    print(noise_table(summaries))
+    late = summaries[-1]
+    print(
+        f"\nAll together have the noise scale {late['noise_scale']:.0f}: in batches of so many examples "
+        "noise and signal are equal.\n"
+        f"Adam's second moment is {late['noise_share']:.1f} parts noise to 1 part signal."
+    )
 
     print("\nWhat it costs, as multiples of the mean gradient alone:\n", flush=True)
     print(compare_costs(params, tokens))
