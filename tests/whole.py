@@ -40,7 +40,7 @@ class Questions:
         self.leaves, self.tree = jax.tree.flatten(truth.grads)
         selected = set(paths[::2])
         self.selected = [path in selected for path in paths]
-        self.max_norm = float(np.median(oracle.norm(truth.grads)))
+        self.max_norm = float(np.median(oracle.norm(truth.grads))) or 1.0
         of_leaves = np.concatenate([oracle.norm([x]) for x in self.leaves])
         of_leaves = of_leaves[of_leaves > 0]
         self.max_norm_of_leaf = float(np.median(of_leaves)) if of_leaves.size else 1.0
