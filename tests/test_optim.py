@@ -105,8 +105,14 @@ def two_layers(p: Tree, x: Any) -> Any:
     return jnp.mean(jnp.square(jnp.tanh(x @ p["a"]).sum(-1) * p["b"]["c"][0] - p["b"]["c"][1]))
 
 
+@functools.cache
+def statistics_of(loss: Any, stats: Any) -> Any:
+    """Compiled once for all optimizers that ask for the same."""
+    return jax.jit(pg.grad_stats(loss, dict(stats)))
+
+
 def statistics(tx: Any, params: Tree = PARAMS, batch: Any = BATCH, loss: Any = two_layers) -> Any:
-    return pg.grad_stats(loss, tx.stats)(params, batch)
+    return statistics_of(loss, tuple(tx.stats.items()))(params, batch)
 
 
 def one_step(tx: Any, state: Any, params: Tree = PARAMS, **kwargs: Any) -> Any:
