@@ -83,6 +83,9 @@ ORDER = [
     "pergrad.optim",
     "pergrad",
     "pergrad.nnx",
+    "pergrad.lab",
+    "pergrad.lab.errors",
+    # The next lines are for pergrad.lab.*: one a line.
 ]
 
 

@@ -1,0 +1,9 @@
+"""The lab: trains language models with pergrad's optimizers and turns the runs into findings.
+
+Needs the extra `pergrad[lab]`; nothing else in pergrad imports it. Reading order is running order:
+
+    config  what is asked for        data    text and images without a download
+    model   what is trained          train   one run, in a directory of its own
+    sweep   many runs, fairly tuned  decide  what a difference between runs says
+    report  a page with figures      cli     the command `pergrad`
+"""
