@@ -321,19 +321,21 @@ class Monitor:
         return stats
 
     def init(self, params: Tree) -> NoiseState:
-        zero = jnp.zeros((), jnp.float32)
+        def zero() -> jax.Array:  # a buffer of its own, so that the state can be donated
+            return jnp.zeros((), jnp.float32)
+
         paths = list(_flat(params, self.where))
         if not paths:
             raise ArgumentError("Monitor: where selects no parameter.")
-        pairs = {path: (zero, zero) for path in paths}
+        of_signs = paths if self.signs else []
         return NoiseState(
-            weight=zero,
-            examples=zero,
-            layers={path: SignalNoise(zero, zero) for path in paths},
-            curvature=SignalNoise(zero, zero),
-            outliers=(zero, zero),
-            sign_factor=pairs if self.signs else {},
-            sign_disagreement=pairs if self.signs else {},
+            weight=zero(),
+            examples=zero(),
+            layers={path: SignalNoise(zero(), zero()) for path in paths},
+            curvature=SignalNoise(zero(), zero()),
+            outliers=(zero(), zero()),
+            sign_factor={path: (zero(), zero()) for path in of_signs},
+            sign_disagreement={path: (zero(), zero()) for path in of_signs},
             previous=jax.tree.map(jnp.zeros_like, params) if self.across_steps else None,
         )
 
