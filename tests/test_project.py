@@ -86,6 +86,16 @@ ORDER = [
     "pergrad.lab",
     "pergrad.lab.errors",
     # The next lines are for pergrad.lab.*: one a line.
+    "pergrad.lab.config",
+    "pergrad.lab.model",
+    "pergrad.lab.optimizers",
+    "pergrad.lab.runs",
+    "pergrad.lab.train",
+    "pergrad.lab.events",
+    "pergrad.lab.progress",
+    "pergrad.lab.sweep",
+    "pergrad.lab.cli",
+    "pergrad.lab.__main__",
 ]
 
 

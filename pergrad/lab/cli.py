@@ -1,0 +1,116 @@
+"""The command `pergrad`: every subcommand is a function, its options are the function's arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+import pergrad as pg
+from pergrad.lab import config as configs
+from pergrad.lab import optimizers
+from pergrad.lab.config import Train
+from pergrad.lab.errors import LabError
+from pergrad.lab.progress import ProgressBar
+
+Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
+
+
+def train(
+    config: Annotated[Train, Flat], run_dir: Path | None = None, tensorboard: bool = False
+) -> None:
+    """Train a language model, or go on with an interrupted run: the same command again continues it.
+
+    Args:
+        config: what to train. run_dir: where the run is written; by default a directory in `runs` that
+        is named after the options. tensorboard: also write event files for TensorBoard into the run's
+        directory.
+    """
+    from pergrad.lab import events, train  # they load Flax, which `--help` can do without
+
+    console = Console()
+    directory = run_dir or default_directory(config)
+    bar = ProgressBar(console)
+    try:
+        result = train.train(config, directory, bar)
+    finally:
+        bar.close()
+    if tensorboard:
+        events.write(directory)
+    if result["diverged"]:
+        console.print(f"[red]diverged at step {result['steps']}[/red]")
+    else:
+        console.print(
+            f"loss {result['train_loss']:.3f} in training, {result['tune_loss']:.3f} and "
+            f"{result['test_loss']:.3f} on the two halves of the validation data"
+        )
+    console.print(f"[bold]{directory}[/bold]", soft_wrap=True)
+
+
+def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+    """Print the plan: which strategy every parameter gets, what it costs and why.
+
+    Args:
+        loss: `MODULE:FUNCTION`, a function of no arguments that returns a loss, its parameters and a
+        batch. Without
+            it the lab's own model and Adam's plane are explained.
+    """
+    if loss is None:
+        from pergrad.lab.train import make_problem
+
+        config = Train(optimizer="micro_adam")
+        problem = make_problem(config)
+        args = problem.params, problem.batches[0]
+        print(pg.explain(problem.loss, optimizers.make(config).stats)(*args))
+        return
+    function, params, batch = _load(loss)()
+    stats = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "norm": pg.Norm()}
+    print(pg.explain(function, stats)(params, batch))
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"train": train, "explain": explain}
+
+
+def default_directory(config: Train) -> Path:
+    """`runs/adam-1a2b3c4d`: equal options, equal directory."""
+    text = json.dumps(configs.to_json(config), sort_keys=True)
+    return Path("runs") / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _load(name: str) -> Callable[[], Any]:
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise LabError(f"{name!r} is not MODULE:FUNCTION, such as my_project.model:example.")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise LabError(f"{name} cannot be loaded: {error}.") from error
+    finally:
+        sys.path.pop(0)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 1 for an error that is told in one line, or 2 for a wrong option."""
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="pergrad",
+            description="Per-example gradients: train with them, and see what they say.",
+            args=args,
+        )
+    except pg.PergradError as error:
+        Console(stderr=True).print(Text.assemble(("error: ", "red"), str(error)), soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command again continues")
+        return 130
+    return 0

@@ -1,0 +1,131 @@
+"""What a run is asked to do: plain dataclasses, from which the command line is made.
+
+Everything that can change a number is in here, so that two runs with equal configurations, data and
+versions have equal metrics, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from pergrad.lab.errors import LabError
+
+OptimizerName = Literal[
+    "adam",
+    "micro_adam",
+    "micro_adam_var",
+    "micro_adam_msq",
+    "preconditioned_adam",
+    "ada_momentum",
+    "micro_sign_sgd",
+    "sign_sgd",
+    "sign_ema",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer. For images a small convolutional network of this width."""
+
+    layers: int = 2
+    """Blocks of attention and feed-forward layer."""
+    width: int = 64
+    """Features of a token."""
+    heads: int = 4
+    """Attention heads; they share the width."""
+    context: int = 64
+    """Tokens that a prediction can look back on."""
+    tied: bool = False
+    """Whether the output layer is the embedding, transposed."""
+    scanned: bool = False
+    """Whether the blocks are stacked and run in a loop: compiles in the time of one block."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What is computed in; parameters are float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """One run: a model, data, an optimizer, and how long."""
+
+    optimizer: OptimizerName = "adam"
+    """Which optimizer: see docs/optimizers.md."""
+    learning_rate: float = 1e-2
+    """The largest learning rate, after warm-up."""
+    batch_size: int = 16
+    """Examples (windows of text, or images) in a step."""
+    steps: int = 500
+    """How many steps."""
+    seed: int = 0
+    """Of the parameters and of the order of the examples."""
+    data: str = "stdlib"
+    """`stdlib` (the sources of Python's library), a text file, folder or glob, or `digits` (images)."""
+    tokens: Literal["bytes", "bpe"] = "bytes"
+    """What the text is cut into."""
+    vocabulary: int = 512
+    """How many tokens a BPE vocabulary has."""
+    model: Model = dataclasses.field(default_factory=Model)
+    warmup: float = 0.1
+    """The part of the steps in which the learning rate rises. It then falls along a cosine, to zero."""
+    b1: float = 0.9
+    """Decay of the momentum."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices, times the learning rate."""
+    mean_square: float = 1.0
+    """For preconditioned_adam: the weight of mu^2."""
+    variance: float | Literal["1/B"] = "1/B"
+    """For preconditioned_adam: the weight of sigma^2."""
+    max_update: float | None = None
+    """The largest update of a coordinate, before the learning rate (Adam's family)."""
+    floor: float | None = None
+    """The floor of mu^2 in standard errors (micro_adam_msq and preconditioned_adam)."""
+    clip: float | None = None
+    """The largest norm of a gradient."""
+    clip_by: Literal["batch", "example"] = "batch"
+    """Of which gradient: the mean of the batch, or every example's."""
+    microbatch_size: int | Literal["auto"] | None = None
+    """How many examples go through the model at a time."""
+    validate_every: int = 100
+    """Steps between validations; the last step is always validated."""
+    noise_every: int = 0
+    """Steps between noise diagnostics; 0 for none."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints: what is lost if the run is killed."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps", "validate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise LabError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not 0 <= self.warmup <= 1:
+            raise LabError(f"warmup is a part of the steps, from 0 to 1, not {self.warmup}.")
+        if not self.learning_rate > 0:
+            raise LabError(f"learning_rate must be positive, not {self.learning_rate}.")
+        if self.model.width % self.model.heads:
+            raise LabError(f"{self.model.heads} heads cannot share a width of {self.model.width}.")
+
+
+def to_json(config: Train) -> dict[str, Any]:
+    """The configuration as JSON has it."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_json(data: dict[str, Any]) -> Train:
+    """The inverse of `to_json`."""
+    return Train(**{**data, "model": Model(**data["model"])})
+
+
+def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
+    """Where two configurations differ, as `name: a, not b`."""
+    out = []
+    for name in sorted({*a, *b}):
+        x, y = a.get(name), b.get(name)
+        if isinstance(x, dict) and isinstance(y, dict):
+            out += differences(x, y, f"{prefix}{name}.")
+        elif x != y:
+            out.append(f"{prefix}{name} is {x!r}, not {y!r}")
+    return out

@@ -1,0 +1,244 @@
+"""A run's directory: what was asked, what came out, and where to go on.
+
+    config.json     the configuration, the data's digest, versions and commit; written before the first
+    step metrics.jsonl   one object a step; no times, so that it is the same whenever it is made
+    checkpoints/    parameters, states and keys after some steps result.json     the end of a finished
+    run
+
+A step's metrics are on disk before a checkpoint of it is, so going on from the last checkpoint means to
+cut `metrics.jsonl` after its step. Files are written under another name and moved into place: whatever
+happens, what is there under its own name is whole. A lock keeps a second process out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from pergrad.lab import config as configs
+from pergrad.lab.errors import LabError
+
+VERSIONED = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, pergrad and what it computes with, and the commit if there is one."""
+    out = {"python": platform.python_version(), "pergrad": _commit() or "unknown commit"}
+    return out | {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """An operating system's complaint (no space, no permission) in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise LabError(f"cannot write to {path}: {error.strerror or error}.") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """All of it or nothing."""
+    with disk_errors(path):
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(data, indent=2) + "\n")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LabError(
+            f"{path} cannot be read ({error}). Choose another directory, or delete it."
+        ) from error
+
+
+def plain(x: Any) -> Any:
+    """A number that JSON has: None for what is not finite."""
+    x = float(x)
+    return x if np.isfinite(x) else None
+
+
+class Run:
+    """A run's directory, opened for one process."""
+
+    def __init__(self, path: Path, config: configs.Train, data_digest: str, data_name: str) -> None:
+        self.path, self.config = path, config
+        about = {"config": configs.to_json(config), "data": {"name": data_name, "digest": data_digest}}
+        self.digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+        with contextlib.ExitStack() as opened:
+            self._open(opened, about)
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: contextlib.ExitStack, about: Any) -> None:
+        path = self.path
+        with disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = opened.enter_context((path / ".lock").open("w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LabError(f"another process is running in {path}.") from error
+        file = path / "config.json"
+        if file.exists():
+            self._check_same(read_json(file), about)
+        elif strangers := [p.name for p in path.iterdir() if p.name[0] != "."]:
+            raise LabError(
+                f"{path} is not a run's directory: it has {strangers[0]!r} and no config.json."
+            )
+        else:
+            write_json(file, about | {"versions": versions()})
+        with disk_errors(path):
+            self._metrics = opened.enter_context((path / "metrics.jsonl").open("a+b"))
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=2, create=True, enable_async_checkpointing=False
+            )
+            manager = ocp.CheckpointManager((path / "checkpoints").resolve(), options=options)
+            self._checkpoints = opened.enter_context(contextlib.closing(manager))
+
+    def _check_same(self, old: Any, new: Any) -> None:
+        if not isinstance(old, dict) or not {"config", "data"} <= old.keys():
+            raise LabError(f"{self.path / 'config.json'} is not a run's configuration.")
+        if changed := configs.differences(old["config"], new["config"]):
+            raise LabError(
+                f"{self.path} has a run with another configuration: {'; '.join(changed)}. "
+                "Choose another --run-dir, or ask for the same run to continue it."
+            )
+        if old["data"] != new["data"]:
+            raise LabError(
+                f"the data has changed since the run in {self.path} began, from {old['data']['name']} "
+                f"to {new['data']['name']}. Choose another --run-dir."
+            )
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The end of the run, if it has come."""
+        file = self.path / "result.json"
+        return read_json(file) if file.exists() else None
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        self._flush()
+        write_json(self.path / "result.json", dict(result))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of all steps until now."""
+        self._flush()
+        self._metrics.seek(0)
+        return [json.loads(line) for line in self._metrics.read().splitlines()]
+
+    def log(self, rows: list[dict[str, Any]]) -> None:
+        with disk_errors(self.path / "metrics.jsonl"):
+            self._metrics.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def save(self, step: int, state: Any) -> None:
+        """The state after so many steps; everything logged until now is on disk first."""
+        self._flush()
+        leaves = {str(i): _storable(x) for i, x in enumerate(jax.tree.leaves(state))}
+        with disk_errors(self.path / "checkpoints"):
+            self._checkpoints.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave({"run": self.digest})
+                ),
+                force=True,
+            )
+            self._checkpoints.wait_until_finished()
+
+    def restore(self, like: Any) -> tuple[int, Any]:
+        """The number of steps done and the state after them; metrics of later steps are cut off."""
+        step = self._checkpoints.latest_step()
+        state = like
+        if step is not None:
+            state = self._read(step, like)
+        self._cut_metrics(step or 0)
+        return step or 0, state
+
+    def _read(self, step: int, like: Any) -> Any:
+        leaves, tree = jax.tree.flatten(like)
+        wanted = {str(i): _storable(x) for i, x in enumerate(leaves)}
+        where = self.path / "checkpoints" / str(step)
+        try:
+            about = self._checkpoints.restore(
+                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
+            )
+            if about["about"] != {"run": self.digest}:
+                raise LabError(f"the checkpoint {where} belongs to another run. Move it out of the way.")
+            found = self._checkpoints.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+            )["state"]
+        except LabError:
+            raise
+        except Exception as error:  # what orbax raises depends on what is broken
+            reason = str(error).split("\n")[0]
+            raise LabError(
+                f"the checkpoint {where} cannot be read ({reason}). Without it an earlier one is used."
+            ) from error
+        return jax.tree.unflatten(tree, [_restored(found[str(i)], x) for i, x in enumerate(leaves)])
+
+    def _cut_metrics(self, steps: int) -> None:
+        """Keeps the lines of so many steps; a line that a killed process left half written goes too."""
+        file = self.path / "metrics.jsonl"
+        self._metrics.seek(0)
+        *lines, _ = self._metrics.read().split(b"\n")
+        kept = lines[:steps]
+        if [_step_of(line) for line in kept] != list(range(1, steps + 1)):
+            raise LabError(
+                f"{file} does not have the {steps} steps of the checkpoint. Choose another --run-dir."
+            )
+        with disk_errors(file):
+            self._metrics.truncate(sum(len(line) + 1 for line in kept))
+
+    def _flush(self) -> None:
+        with disk_errors(self.path / "metrics.jsonl"):
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with disk_errors(self.path):
+            self._opened.close()
+
+
+def _step_of(line: bytes) -> Any:
+    try:
+        return json.loads(line).get("step")
+    except ValueError:
+        return None
+
+
+def _storable(x: Any) -> Any:
+    """Keys as the numbers they are made of."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _restored(x: Any, like: Any) -> Any:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    return x

@@ -1,0 +1,173 @@
+"""Many runs, fairly tuned.
+
+A method is everything in a configuration but the learning rate and the seed. Each method runs on a grid
+of learning rates, with the same seeds. Its learning rate is the one with the lowest mean loss on the
+`tune` half of the validation data, and what is reported is its loss on the other half. While the best
+value sits on the edge of the grid, the grid grows there: no method loses for want of tuning.
+
+Runs are directories, named by their configuration; those that are done are not run again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pergrad.lab import config as configs
+from pergrad.lab.config import Train
+from pergrad.lab.errors import LabError
+from pergrad.lab.runs import read_json
+
+Results = dict[Train, dict[str, Any]]  # what `result.json` has, for every run
+Told = Callable[
+    [Train, dict[str, Any], int, int], None
+]  # a run that is done, and how many of how many are
+
+
+def directory(root: Path, config: Train) -> Path:
+    """`root/adam-1a2b3c4d5e`: one for every configuration."""
+    text = json.dumps(configs.to_json(config), sort_keys=True)
+    return root / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def run_all(
+    runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told | None = None
+) -> Results:
+    """Runs what is not done yet, several at a time."""
+    runs = list(dict.fromkeys(runs))
+    results = {
+        config: done for config in runs if (done := finished(directory(root, config))) is not None
+    }
+    waiting = [config for config in runs if config not in results]
+    for config in results if told is not None else ():
+        told(config, results[config], len(results), len(runs))
+    if processes == 1:
+        for config in waiting:
+            results[config] = _run(config, directory(root, config), None)
+            if told is not None:
+                told(config, results[config], len(results), len(runs))
+        return results
+    # Fresh processes: JAX does not survive a fork. They share what one of them has compiled.
+    with concurrent.futures.ProcessPoolExecutor(
+        min(processes, max(1, len(waiting))), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        cache = str((root / ".compiled").resolve())
+        futures = {pool.submit(_run, c, directory(root, c), cache): c for c in waiting}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                config = futures[future]
+                results[config] = future.result()
+                if told is not None:
+                    told(config, results[config], len(results), len(runs))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return results
+
+
+def finished(path: Path) -> dict[str, Any] | None:
+    """The result of a run that is done."""
+    file = path / "result.json"
+    return read_json(file) if file.exists() else None
+
+
+def _run(config: Train, path: Path, cache: str | None) -> dict[str, Any]:
+    if cache is not None:  # in a process of its own, before JAX starts: one core each
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+        import jax
+
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    from pergrad.lab.train import train
+
+    return train(config, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """A method's runs: by learning rate and seed, and the learning rate that was chosen."""
+
+    method: Train  # with the chosen learning rate, and the first seed
+    runs: Mapping[float, Mapping[int, dict[str, Any]]]
+
+    @property
+    def reported(self) -> dict[int, float]:
+        """The final loss of every seed at the chosen learning rate, on the half that chose nothing."""
+        return {
+            seed: loss_of(run, "test_loss") for seed, run in self.runs[self.method.learning_rate].items()
+        }
+
+    @property
+    def is_on_edge(self) -> bool:
+        return self.method.learning_rate in (min(self.runs), max(self.runs))
+
+
+def loss_of(result: Mapping[str, Any], name: str) -> float:
+    """A final loss; infinite for a run that diverged."""
+    return math.inf if result[name] is None else result[name]
+
+
+def tune(
+    methods: Mapping[str, Train],
+    rates: Mapping[str, Sequence[float]],
+    seeds: Sequence[int],
+    root: Path,
+    *,
+    processes: int = 1,
+    extensions: int = 3,
+    told: Told | None = None,
+) -> dict[str, Tuned]:
+    """Tunes every method's learning rate, beginning with its own `rates`.
+
+    The grid grows at most `extensions` times at an end, by its own ratio. `is_on_edge` says if that was
+    not enough.
+    """
+    grids = {name: sorted(set(rates[name])) for name in methods}
+    if short := [name for name, grid in grids.items() if len(grid) < 2]:
+        raise LabError(f"{short[0]} needs at least two learning rates, to know where to look further.")
+    for _ in range(extensions + 1):
+        wanted = [
+            dataclasses.replace(method, learning_rate=rate, seed=seed)
+            for name, method in methods.items()
+            for rate in grids[name]
+            for seed in seeds
+        ]
+        results = run_all(wanted, root, processes=processes, told=told)
+        tuned = {name: _choose(method, grids[name], seeds, results) for name, method in methods.items()}
+        if not any(t.is_on_edge for t in tuned.values()):
+            break
+        grids = {name: _extended(grids[name], t) for name, t in tuned.items()}
+    return tuned
+
+
+def _choose(method: Train, grid: Sequence[float], seeds: Sequence[int], results: Results) -> Tuned:
+    runs = {
+        rate: {
+            seed: results[dataclasses.replace(method, learning_rate=rate, seed=seed)] for seed in seeds
+        }
+        for rate in grid
+    }
+    means = {rate: sum(loss_of(run, "tune_loss") for run in own.values()) for rate, own in runs.items()}
+    best = min(grid, key=lambda rate: means[rate])  # the smallest, if all diverged
+    return Tuned(dataclasses.replace(method, learning_rate=best, seed=seeds[0]), runs)
+
+
+def _extended(grid: list[float], tuned: Tuned) -> list[float]:
+    """One more learning rate beyond the edge on which the best one sits, if it does."""
+    best = tuned.method.learning_rate
+    if best == grid[0]:
+        return [_rounded(grid[0] ** 2 / grid[1]), *grid]
+    return [*grid, _rounded(grid[-1] ** 2 / grid[-2])] if best == grid[-1] else grid
+
+
+def _rounded(rate: float) -> float:
+    """To six digits, so that the same grid has the same numbers and directories."""
+    return float(f"{rate:.6g}")

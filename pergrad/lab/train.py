@@ -1,0 +1,177 @@
+"""One run, read straight down: data, model, optimizer, then step after step.
+
+Everything a step does is in one jitted function of the state, the batch and the learning rate. Batches
+are looked up by the number of the step, so the number of the step is the position in the data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import pergrad as pg
+from pergrad.lab import data, model, optimizers
+from pergrad.lab.config import Train
+from pergrad.lab.runs import Run, plain
+
+VALIDATION_EXAMPLES = 256  # of each half
+FETCHED = 20  # steps whose metrics are fetched at a time: the device is not waited for in every step
+NOISE_DECAY = 0.9  # of the noise diagnostics, which see one step in `noise_every`
+
+Tree = Any
+
+
+class Problem(NamedTuple):
+    """A loss with its first parameters, and where its examples come from."""
+
+    name: str
+    digest: str
+    loss: Callable[[Tree, Any], jax.Array]
+    params: Tree
+    batches: Any  # [step] is a batch
+    tune: Any  # validation examples on which learning rates are chosen
+    test: Any  # and others, on which they are reported
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    params: Tree
+    optimizer: Tree
+    noise: pg.noise.NoiseState
+    key: jax.Array
+
+
+class Observer(Protocol):
+    """Who watches a run, such as a progress bar."""
+
+    def start(self, config: Train, step: int, plan: pg.Plan) -> None: ...
+
+    def advance(self, row: dict[str, Any]) -> None: ...
+
+
+def make_problem(config: Train) -> Problem:
+    """Text and a transformer, or images and a convolutional network."""
+    rngs = nnx.Rngs(config.seed)
+    if config.data == "digits":
+        images = data.load_digits()
+        batches = data.image_batches(images, batch_size=config.batch_size, seed=config.seed)
+        module, loss = model.Convolutional(config.model, 10, rngs), model.image_loss
+        name, digest = images.name, images.digest
+        tune, test = images.tune, images.test
+    else:
+        corpus = data.load_text(config.data, config.tokens, config.vocabulary)
+        context = config.model.context
+        batches = data.batches(corpus, context=context, batch_size=config.batch_size, seed=config.seed)
+        module, loss = model.Transformer(config.model, corpus.vocabulary, rngs), model.text_loss
+        name, digest = corpus.name, corpus.digest
+        tune, test = (
+            data.validation_windows(part, context=context, limit=VALIDATION_EXAMPLES)
+            for part in (corpus.tune, corpus.test)
+        )
+    graph, params = nnx.split(module, nnx.Param)
+    return Problem(name, digest, functools.partial(loss, graph), params, batches, tune, test)
+
+
+def train(config: Train, run_dir: Path, observer: Observer | None = None) -> dict[str, Any]:
+    """Runs, or goes on with, or only reads a finished run; returns what `result.json` has."""
+    problem = make_problem(config)
+    with Run(run_dir, config, problem.digest, problem.name) as run:
+        if run.result is not None:
+            return run.result
+        tx = optimizers.make(config)
+        monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
+        options: Any = {"microbatch_size": config.microbatch_size}
+        stats_fn = pg.value_and_stats(problem.loss, tx.stats, **options)
+        noise_fn = pg.grad_stats(problem.loss, monitor.stats, **options)
+        validate = jax.jit(functools.partial(_mean_loss, problem.loss))
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step_fn(state: State, batch: Any, rate: Any) -> tuple[State, dict[str, jax.Array]]:
+            value, stats = stats_fn(state.params, batch)
+            updates, optimizer = tx.update(stats["mean"], state.optimizer, state.params, stats=stats)
+            updates = jax.tree.map(lambda u: rate * u, updates)
+            params = optax.apply_updates(state.params, updates)
+            metrics = {"loss": value, "gradient_norm": optax.tree.norm(stats["mean"])}
+            return state._replace(params=params, optimizer=optimizer), metrics
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def noise_step(state: State, batch: Any) -> State:
+            return state._replace(noise=monitor.update(noise_fn(state.params, batch), state.noise))
+
+        params = problem.params
+        start = State(params, tx.init(params), monitor.init(params), jax.random.key(config.seed))
+        done, state = run.restore(start)
+        if observer is not None:
+            plan = pg.explain(problem.loss, tx.stats, **options)(params, problem.batches[0])
+            observer.start(config, done, plan)
+
+        waiting: list[dict[str, Any]] = []
+        diverged = False
+        while done < config.steps and not diverged:
+            batch, rate = problem.batches[done], optimizers.learning_rate(config, done)
+            state, metrics = step_fn(state, batch, rate)
+            done += 1
+            row = {"step": done, **metrics, "learning_rate": rate, "examples": done * config.batch_size}
+            if config.noise_every and done % config.noise_every == 0:
+                state = noise_step(state, batch)
+                row["noise"] = monitor.summary(state.noise)
+            is_checkpoint = done % config.checkpoint_every == 0
+            is_validated = done % config.validate_every == 0 or done == config.steps
+            if is_validated:
+                halves = {"tune_loss": problem.tune, "test_loss": problem.test}
+                row |= {name: validate(state.params, part) for name, part in halves.items()}
+            waiting.append(row)
+            if is_checkpoint or is_validated or len(waiting) == FETCHED:
+                rows, waiting = _until_divergence([_plain_row(row) for row in waiting]), []
+                diverged = rows[-1]["loss"] is None
+                run.log(rows)
+                for row in rows if observer is not None else ():
+                    observer.advance(row)
+            if is_checkpoint and not diverged:
+                run.save(done, state)
+        result = _result(run.rows(), config, diverged)
+        run.finish(result)
+        return result
+
+
+def _mean_loss(loss: Any, params: Tree, examples: Any) -> jax.Array:
+    return loss(params, jax.tree.map(jnp.asarray, examples))
+
+
+def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {k: plain(v) for k, v in x.items()}
+        if name == "noise"
+        else x
+        if isinstance(x, int)
+        else plain(x)
+        for name, x in row.items()
+    }
+
+
+def _until_divergence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Up to and with the first loss that is no number: what follows it means nothing."""
+    ends = [i for i, row in enumerate(rows) if row["loss"] is None]
+    return rows[: ends[0] + 1] if ends else rows
+
+
+def _result(rows: list[dict[str, Any]], config: Train, diverged: bool) -> dict[str, Any]:
+    """The end of a run: the mean loss over its last tenth, and the last validation."""
+    last = rows[-1]
+    tail = [row["loss"] for row in rows[-max(1, config.steps // 10) :]]
+    return {
+        "steps": last["step"],
+        "diverged": diverged,
+        "train_loss": None if diverged else float(np.mean(tail)),
+        "tune_loss": None if diverged else last["tune_loss"],
+        "test_loss": None if diverged else last["test_loss"],
+    }

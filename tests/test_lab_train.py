@@ -1,0 +1,386 @@
+"""One run: the same by its seed, whole after any interruption, and clear about what it cannot do."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import pytest
+
+from pergrad.lab import cli, runs
+from pergrad.lab.config import Model, OptimizerName, Train, differences, from_json, to_json
+from pergrad.lab.errors import LabError
+from pergrad.lab.optimizers import learning_rate
+from pergrad.lab.train import train
+from tests import pages
+
+TINY = Model(layers=1, width=16, heads=2, context=16)
+OPTIMIZERS = get_args(OptimizerName)
+
+
+@pytest.fixture(autouse=True)
+def as_for_users():
+    with pages.jax_as_for_users():
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Real text, a little: this project's own sources."""
+    folder = tmp_path_factory.mktemp("text")
+    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:12]:
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def config(text) -> Train:
+    return Train(
+        data=str(text),
+        model=TINY,
+        batch_size=4,
+        steps=12,
+        learning_rate=1e-2,
+        checkpoint_every=4,
+        validate_every=6,
+        noise_every=5,
+    )
+
+
+def metrics(path: Path) -> bytes:
+    return (path / "metrics.jsonl").read_bytes()
+
+
+class Interrupt:
+    """Watches a run, and stops it after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def start(self, config: Any, step: int, plan: Any) -> None:
+        self.started = step
+
+    def advance(self, row: dict[str, Any]) -> None:
+        if row["step"] == self.step:
+            raise KeyboardInterrupt
+
+
+def test_a_run(config, tmp_path):
+    result = train(config, tmp_path / "run")
+    rows = [json.loads(line) for line in metrics(tmp_path / "run").splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["examples"] for row in rows] == list(range(4, 49, 4))
+    assert [row["learning_rate"] for row in rows] == [learning_rate(config, i) for i in range(12)]
+    assert [row["step"] for row in rows if "test_loss" in row] == [6, 12]
+    assert [row["step"] for row in rows if "noise" in row] == [5, 10]
+    assert (
+        rows[-1]["noise"]["noise_scale"] if "noise" in rows[-1] else rows[9]["noise"]["noise_scale"] != 0
+    )
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert result == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert not result["diverged"] and result["test_loss"] == rows[-1]["test_loss"]
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert from_json(about["config"]) == config
+    assert {"python", "jax", "pergrad"} <= about["versions"].keys()
+
+
+def test_the_same_by_its_seed(config, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(replace(config, seed=seed, steps=5), tmp_path / name)
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b") != metrics(tmp_path / "c")
+
+
+def test_goes_on_after_an_interruption(config, tmp_path):
+    train(config, tmp_path / "whole")
+    for step in (3, 6, 11):
+        path = tmp_path / f"stopped_{step}"
+        with pytest.raises(KeyboardInterrupt):
+            train(config, path, Interrupt(step))
+        watcher = Interrupt(-1)
+        train(config, path, watcher)
+        # A step is told before it is saved: stopped at step 4 it would not have been.
+        assert watcher.started == (step - 1) // 4 * 4
+        assert metrics(path) == metrics(tmp_path / "whole")
+        assert (path / "result.json").read_bytes() == (tmp_path / "whole" / "result.json").read_bytes()
+
+
+def test_a_line_half_written_is_dropped(config, tmp_path):
+    train(config, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "cut", Interrupt(6))
+    with open(tmp_path / "cut" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 7, "lo')
+    train(config, tmp_path / "cut")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+def command(config: Train, path: Path) -> list[str]:
+    model = [
+        f"--model.{name}={getattr(config.model, name)}"
+        for name in ("layers", "width", "heads", "context")
+    ]
+    names = (
+        "data",
+        "batch_size",
+        "steps",
+        "learning_rate",
+        "checkpoint_every",
+        "validate_every",
+        "noise_every",
+    )
+    options = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
+    return [sys.executable, "-m", "pergrad.lab", "train", *options, *model, f"--run-dir={path}"]
+
+
+def test_killed_at_any_moment(config, tmp_path):
+    config = replace(config, steps=150, checkpoint_every=10, noise_every=0)
+    env = os.environ | {"JAX_ENABLE_X64": "0"}
+    subprocess.run(command(config, tmp_path / "whole"), env=env, check=True, capture_output=True)
+    path = tmp_path / "killed"
+    for lines in (25, 80):
+        process = subprocess.Popen(command(config, path), env=env, stdout=subprocess.DEVNULL)
+        while process.poll() is None and (
+            not (path / "metrics.jsonl").exists() or metrics(path).count(b"\n") < lines
+        ):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (path / "result.json").exists()
+    done = subprocess.run(command(config, path), env=env, check=True, capture_output=True, text=True)
+    assert "going on after step" in done.stdout
+    assert metrics(path) == metrics(tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_run_again(config, tmp_path, monkeypatch):
+    result = train(config, tmp_path)
+    monkeypatch.setattr("pergrad.lab.optimizers.make", None)
+    assert train(config, tmp_path) == result
+
+
+# What goes wrong.
+
+
+def contents(path: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def refused(config: Train, path: Path) -> str:
+    """The error, in one line; nothing is overwritten."""
+    before = contents(path)
+    with pytest.raises(LabError) as error:
+        train(config, path)
+    assert contents(path) == before
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_another_configuration(config, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, Interrupt(6))
+    changed = replace(config, learning_rate=0.5, model=replace(TINY, width=32))
+    text = refused(changed, tmp_path)
+    assert "learning_rate is 0.01, not 0.5" in text and "model.width is 16, not 32" in text
+
+
+def test_other_data(config, tmp_path):
+    (tmp_path / "text").mkdir()
+    for file in Path(config.data).iterdir():
+        shutil.copy(file, tmp_path / "text")
+    config = replace(config, data=str(tmp_path / "text"))
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "run", Interrupt(6))
+    next((tmp_path / "text").iterdir()).write_text("something else\n" * 1000)
+    assert "data has changed" in refused(config, tmp_path / "run")
+
+
+def test_not_a_run(config, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert "thesis.tex" in refused(config, tmp_path)
+
+
+def test_unwritable_directory(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in refused(config, tmp_path / "file" / "run")
+
+
+def test_full_disk(config, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, Interrupt(6))
+    init = runs.Run.__init__
+
+    def on_a_full_disk(self, *args):
+        init(self, *args)
+        self._metrics.close()
+        self._metrics = self._opened.enter_context(Path("/dev/full").open("r+b", buffering=0))
+
+    monkeypatch.setattr(runs.Run, "__init__", on_a_full_disk)
+    monkeypatch.setattr(runs.Run, "_cut_metrics", lambda self, steps: None)
+    assert "No space left" in refused(config, tmp_path)
+
+
+@pytest.mark.parametrize("what", ["truncated", "missing"])
+def test_corrupt_checkpoint(config, tmp_path, what):
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, Interrupt(6))
+    (step,) = (p for p in (tmp_path / "checkpoints").iterdir() if p.name == "4")
+    for file in (p for p in (step / "state").rglob("*") if p.is_file()):
+        if what == "truncated":
+            file.write_bytes(file.read_bytes()[:10])
+        else:
+            file.unlink()
+    assert str(step) in refused(config, tmp_path)
+
+
+def test_foreign_checkpoint(config, tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        with pytest.raises(KeyboardInterrupt):
+            train(replace(config, seed=seed), tmp_path / name, Interrupt(6))
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    shutil.copytree(tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
+    assert "belongs to another run" in refused(config, tmp_path / "a")
+
+
+def test_metrics_that_are_not_those_of_the_checkpoint(config, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, Interrupt(6))
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "4 steps" in refused(config, tmp_path)
+
+
+def test_two_processes(config, tmp_path):
+    with runs.Run(tmp_path, config, "digest", "data"):
+        assert "another process" in refused(config, tmp_path)
+
+
+def test_divergence(config, tmp_path):
+    config = replace(config, optimizer="micro_adam_msq", learning_rate=1e6, steps=60)
+    result = train(config, tmp_path / "a")
+    assert result["diverged"] and result["steps"] < 60 and result["test_loss"] is None
+    rows = [json.loads(line) for line in metrics(tmp_path / "a").splitlines()]
+    assert rows[-1]["loss"] is None and all(row["loss"] is not None for row in rows[:-1])
+    # Where it is seen does not depend on how often the run looks.
+    train(replace(config, validate_every=7, checkpoint_every=3), tmp_path / "b")
+    losses = [
+        [json.loads(line)["loss"] for line in metrics(tmp_path / name).splitlines()]
+        for name in ("a", "b")
+    ]
+    assert losses[0] == losses[1]
+
+
+# Every kind of run.
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(config, tmp_path, optimizer):
+    config = replace(config, optimizer=optimizer, steps=4, noise_every=0, learning_rate=1e-3, clip=1.0)
+    config = replace(
+        config, max_update=1.0, weight_decay=0.1, clip_by="example" if "micro" in optimizer else "batch"
+    )
+    result = train(config, tmp_path)
+    assert np.isfinite(result["test_loss"])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [replace(TINY, tied=True), replace(TINY, layers=2, scanned=True), replace(TINY, dtype="bfloat16")],
+)
+def test_every_model(config, tmp_path, model):
+    result = train(replace(config, model=model, steps=30, optimizer="micro_adam"), tmp_path)
+    first = json.loads(metrics(tmp_path).splitlines()[0])
+    assert result["test_loss"] < first["loss"]
+
+
+def test_digits(tmp_path):
+    model = Model(width=32)
+    config = Train(data="digits", model=model, batch_size=32, steps=200, learning_rate=1e-2)
+    result = train(config, tmp_path)
+    assert result["test_loss"] < 1 < np.log(10)
+
+
+def test_schedule():
+    config = Train(steps=100, warmup=0.1, learning_rate=1.0)
+    rates = [learning_rate(config, step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert max(rates) == rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and rates[-1] < 1e-3
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert learning_rate(Train(steps=10, warmup=0.0, learning_rate=1.0), 0) == 1.0
+
+
+def test_configurations():
+    config = Train(variance=0.5, microbatch_size="auto", model=TINY)
+    assert from_json(to_json(config)) == config
+    assert differences(to_json(config), to_json(config)) == []
+    for wrong in (
+        {"steps": 0},
+        {"warmup": 2.0},
+        {"learning_rate": 0.0},
+        {"model": replace(TINY, heads=3)},
+    ):
+        with pytest.raises(LabError):
+            replace(config, **wrong)
+
+
+# The command.
+
+
+def run_command(*args: str, cwd: Path | None = None) -> Any:
+    env = os.environ | {"PYTHONPATH": str(pages.ROOT), "COLUMNS": "100"}
+    return subprocess.run(
+        [sys.executable, "-m", "pergrad.lab", *args], capture_output=True, text=True, cwd=cwd, env=env
+    )
+
+
+def test_help():
+    out = run_command("--help")
+    assert out.returncode == 0 and "train" in out.stdout and "explain" in out.stdout
+    out = run_command("train", "--help")
+    assert out.returncode == 0
+    for option in (
+        "--optimizer",
+        "--learning-rate",
+        "--batch-size",
+        "--model.layers",
+        "--run-dir",
+        "--data",
+    ):
+        assert option in out.stdout
+
+
+def test_mistakes(tmp_path, capsys):
+    assert cli.main(["train", f"--data={tmp_path / 'nothing'}", f"--run-dir={tmp_path / 'run'}"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "nothing" in error
+    assert cli.main(["train", "--steps=0"]) == 1
+    assert cli.main(["explain", "nonsense"]) == 1
+    assert cli.main(["explain", "no_such_module:f"]) == 1
+    for wrong in (["train", "--optimiser=adam"], ["train", "--optimizer=adma"], ["trian"]):
+        with pytest.raises(SystemExit) as exit:
+            cli.main(wrong)
+        assert exit.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_explain_of_a_users_loss(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def example():\n"
+        "    return lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((3, 2)), jnp.ones((8, 3))\n"
+    )
+    out = run_command("explain", "mine:example", cwd=tmp_path)
+    assert out.returncode == 0 and "x jax.grad" in out.stdout and "3x2" in out.stdout
+
+
+def test_tensorboard(config, tmp_path):
+    args = command(replace(config, steps=3, noise_every=2), tmp_path)[4:]
+    assert cli.main(["train", *args, "--tensorboard"]) == 0
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"noise/noise_scale" in events.read_bytes()
+    assert jax.config.jax_enable_x64 is False
