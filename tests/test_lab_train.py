@@ -219,7 +219,8 @@ def test_full_disk(config, tmp_path, monkeypatch):
     def on_a_full_disk(self, *args):
         init(self, *args)
         self._metrics.close()
-        self._metrics = self._opened.enter_context(Path("/dev/full").open("r+b", buffering=0))
+        full = Path("/dev/full").open("r+b", buffering=0)  # noqa: SIM115 (the run closes it)
+        self._metrics = self._opened.enter_context(full)
 
     monkeypatch.setattr(runs.Run, "__init__", on_a_full_disk)
     monkeypatch.setattr(runs.Run, "_cut_metrics", lambda self, steps: None)

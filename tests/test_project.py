@@ -85,8 +85,8 @@ ORDER = [
     "pergrad.nnx",
     "pergrad.lab",
     "pergrad.lab.errors",
-    # The next lines are for pergrad.lab.*: one a line.
     "pergrad.lab.config",
+    "pergrad.lab.data",
     "pergrad.lab.model",
     "pergrad.lab.optimizers",
     "pergrad.lab.runs",

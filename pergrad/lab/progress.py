@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,9 @@ class ProgressBar:
         self.console = console
         self._progress: Progress | None = None
 
-    def start(self, config: Train, step: int, plan: pg.Plan) -> None:
+    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None:
+        planned = plan()
+        price = planned.operations / planned.plain_operations
         if step:
             self.console.print(f"going on after step {step}")
         self._unit, per_example = (
@@ -33,7 +36,7 @@ class ProgressBar:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
-            TextColumn(f"statistics {plan.operations / plan.plain_operations:.2f} x jax.grad (planned)"),
+            TextColumn(f"statistics {price:.2f} x jax.grad (planned)"),
             TimeRemainingColumn(),
             console=self.console,
         )

@@ -32,28 +32,27 @@ Told = Callable[
 ]  # a run that is done, and how many of how many are
 
 
+def _silent(config: Train, result: dict[str, Any], done: int, of: int) -> None:
+    pass
+
+
 def directory(root: Path, config: Train) -> Path:
     """`root/adam-1a2b3c4d5e`: one for every configuration."""
     text = json.dumps(configs.to_json(config), sort_keys=True)
     return root / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-def run_all(
-    runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told | None = None
-) -> Results:
+def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told = _silent) -> Results:
     """Runs what is not done yet, several at a time."""
     runs = list(dict.fromkeys(runs))
     results = {
         config: done for config in runs if (done := finished(directory(root, config))) is not None
     }
     waiting = [config for config in runs if config not in results]
-    for config in results if told is not None else ():
-        told(config, results[config], len(results), len(runs))
     if processes == 1:
         for config in waiting:
             results[config] = _run(config, directory(root, config), None)
-            if told is not None:
-                told(config, results[config], len(results), len(runs))
+            told(config, results[config], len(results), len(runs))
         return results
     # Fresh processes: JAX does not survive a fork. They share what one of them has compiled.
     with concurrent.futures.ProcessPoolExecutor(
@@ -65,8 +64,7 @@ def run_all(
             for future in concurrent.futures.as_completed(futures):
                 config = futures[future]
                 results[config] = future.result()
-                if told is not None:
-                    told(config, results[config], len(results), len(runs))
+                told(config, results[config], len(results), len(runs))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -123,7 +121,7 @@ def tune(
     *,
     processes: int = 1,
     extensions: int = 3,
-    told: Told | None = None,
+    told: Told = _silent,
 ) -> dict[str, Tuned]:
     """Tunes every method's learning rate, beginning with its own `rates`.
 
@@ -133,7 +131,7 @@ def tune(
     grids = {name: sorted(set(rates[name])) for name in methods}
     if short := [name for name, grid in grids.items() if len(grid) < 2]:
         raise LabError(f"{short[0]} needs at least two learning rates, to know where to look further.")
-    for _ in range(extensions + 1):
+    while True:
         wanted = [
             dataclasses.replace(method, learning_rate=rate, seed=seed)
             for name, method in methods.items()
@@ -142,10 +140,10 @@ def tune(
         ]
         results = run_all(wanted, root, processes=processes, told=told)
         tuned = {name: _choose(method, grids[name], seeds, results) for name, method in methods.items()}
-        if not any(t.is_on_edge for t in tuned.values()):
-            break
+        if extensions == 0 or not any(t.is_on_edge for t in tuned.values()):
+            return tuned
         grids = {name: _extended(grids[name], t) for name, t in tuned.items()}
-    return tuned
+        extensions -= 1
 
 
 def _choose(method: Train, grid: Sequence[float], seeds: Sequence[int], results: Results) -> Tuned:

@@ -53,7 +53,7 @@ class State(NamedTuple):
 class Observer(Protocol):
     """Who watches a run, such as a progress bar."""
 
-    def start(self, config: Train, step: int, plan: pg.Plan) -> None: ...
+    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None: ...
 
     def advance(self, row: dict[str, Any]) -> None: ...
 
@@ -81,7 +81,20 @@ def make_problem(config: Train) -> Problem:
     return Problem(name, digest, functools.partial(loss, graph), params, batches, tune, test)
 
 
-def train(config: Train, run_dir: Path, observer: Observer | None = None) -> dict[str, Any]:
+class Unwatched:
+    """Nobody watches."""
+
+    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None:
+        pass
+
+    def advance(self, row: dict[str, Any]) -> None:
+        pass
+
+
+UNWATCHED = Unwatched()
+
+
+def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[str, Any]:
     """Runs, or goes on with, or only reads a finished run; returns what `result.json` has."""
     problem = make_problem(config)
     with Run(run_dir, config, problem.digest, problem.name) as run:
@@ -110,9 +123,8 @@ def train(config: Train, run_dir: Path, observer: Observer | None = None) -> dic
         params = problem.params
         start = State(params, tx.init(params), monitor.init(params), jax.random.key(config.seed))
         done, state = run.restore(start)
-        if observer is not None:
-            plan = pg.explain(problem.loss, tx.stats, **options)(params, problem.batches[0])
-            observer.start(config, done, plan)
+        explained = pg.explain(problem.loss, tx.stats, **options)
+        observer.start(config, done, lambda: explained(params, problem.batches[0]))
 
         waiting: list[dict[str, Any]] = []
         diverged = False
@@ -134,7 +146,7 @@ def train(config: Train, run_dir: Path, observer: Observer | None = None) -> dic
                 rows, waiting = _until_divergence([_plain_row(row) for row in waiting]), []
                 diverged = rows[-1]["loss"] is None
                 run.log(rows)
-                for row in rows if observer is not None else ():
+                for row in rows:
                     observer.advance(row)
             if is_checkpoint and not diverged:
                 run.save(done, state)
