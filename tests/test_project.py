@@ -86,6 +86,7 @@ ORDER = [
     "pergrad.lab",
     "pergrad.lab.errors",
     # The next lines are for pergrad.lab.*: one a line.
+    "pergrad.lab.decide",
 ]
 
 
