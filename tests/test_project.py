@@ -87,6 +87,7 @@ ORDER = [
     "pergrad.lab.errors",
     # The next lines are for pergrad.lab.*: one a line.
     "pergrad.lab.decide",
+    "pergrad.lab.report",
 ]
 
 
