@@ -94,6 +94,8 @@ ORDER = [
     "pergrad.lab.events",
     "pergrad.lab.progress",
     "pergrad.lab.sweep",
+    "pergrad.lab.decide",
+    "pergrad.lab.report",
     "pergrad.lab.cli",
     "pergrad.lab.__main__",
 ]
