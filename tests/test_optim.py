@@ -3,6 +3,7 @@
 The truth is numpy's, from the gradients of every single example. What optax has too is compared with it.
 """
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable
@@ -225,6 +226,30 @@ def test_masked_and_partitioned(name):
         out, _ = wrapped.update(stats["mean"], wrapped.init(PARAMS), PARAMS, stats=stats)
         np.testing.assert_allclose(out["a"], expected["a"], rtol=1e-12)
         np.testing.assert_array_equal(out["b"]["c"], other)
+
+
+def test_copies_keep_the_statistics():
+    tx = OPTIMIZERS["micro_adam"]()
+    for copied in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, {"tx": tx})["tx"]):
+        assert copied == tx and copied.stats == tx.stats
+        assert copied.stats["second_moment"].is_factorable
+
+
+def test_statistics_are_a_part_of_what_it_is():
+    tx = OPTIMIZERS["micro_adam"]()
+    loose, tight = (optim.clip_examples(tx, c) for c in (1.0, 0.01))
+    assert tx != loose != tight and loose == optim.clip_examples(tx, 1.0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def mean(tx: Any) -> Tree:
+        return pg.grad_stats(two_layers, tx.stats)(PARAMS, BATCH)["mean"]
+
+    for clipped in (loose, tight):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-12),
+            mean(clipped),
+            statistics(clipped)["mean"],
+        )
 
 
 @every_optimizer

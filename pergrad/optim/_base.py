@@ -56,6 +56,35 @@ class StatsTransformation(optax.GradientTransformationExtraArgs):
         self.stats = dict(stats)
         return self
 
+    # `clip_examples` keeps the functions and changes `stats` alone, so these belong to what it is:
+    # `jit` would otherwise take two clips for one static argument.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StatsTransformation) and _parts(self) == _parts(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(_parts(self))
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.init, self.update, self.stats
+
+    def __deepcopy__(self, memo: Any) -> StatsTransformation:
+        return StatsTransformation(*self.__getnewargs__())  # a copy of jnp.square is not jnp.square
+
+
+def _parts(tx: StatsTransformation) -> tuple[Any, ...]:
+    return tx.init, tx.update, tuple(sorted(tx.stats.items(), key=lambda item: item[0]))
+
+
+# A named tuple is a tree of its fields, which JAX would put together again without `stats`.
+jax.tree_util.register_pytree_node(
+    StatsTransformation,
+    lambda tx: ((tx.init, tx.update), tuple(tx.stats.items())),
+    lambda stats, functions: StatsTransformation(*functions, dict(stats)),
+)
+
 
 def chain(*transformations: optax.GradientTransformation) -> StatsTransformation:
     """`optax.chain`, of which `stats` is the union of what its parts need.
