@@ -129,7 +129,7 @@ class Accumulator(LeafStatistic, abc.ABC):
 Per = int | str
 
 
-def _checked_per(per: Any) -> Per:
+def checked_per(per: Any) -> Per:
     """What one unit is; groups of one are examples."""
     if per in ("example", "token"):
         return per
@@ -229,7 +229,7 @@ class Mean(Accumulator):
     factorable: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "per", _checked_per(self.per))
+        object.__setattr__(self, "per", checked_per(self.per))
         if self.phi is not None and not callable(self.phi):
             raise ArgumentError(
                 f"phi must be an elementwise function such as jnp.square, not {self.phi!r}."
@@ -312,7 +312,7 @@ class Variance(Accumulator):
     per: Per = "example"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "per", _checked_per(self.per))
+        object.__setattr__(self, "per", checked_per(self.per))
 
     @property
     def in_parts(self) -> bool:

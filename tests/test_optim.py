@@ -228,6 +228,23 @@ def test_masked_and_partitioned(name):
         np.testing.assert_array_equal(out["b"]["c"], other)
 
 
+@every_optimizer
+def test_parameters_may_be_python_numbers(name):
+    tx = OPTIMIZERS[name]()
+    params = {"w": 0.5}
+    updates, _ = one_step(tx, tx.init(params), params, loss=lambda p, x: jnp.mean(x[:, 0] * p["w"]))
+    assert np.isfinite(updates["w"])
+
+
+@every_optimizer
+def test_state_is_where_the_parameters_are(name):
+    mesh = jax.make_mesh((1,), ("devices",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+    state = OPTIMIZERS[name]().init(jax.device_put(PARAMS, spread))
+    like_params = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert like_params and all(x.sharding.spec[0] == "devices" for x in like_params)
+
+
 def test_copies_keep_the_statistics():
     tx = OPTIMIZERS["micro_adam"]()
     for copied in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, {"tx": tx})["tx"]):
@@ -659,6 +676,21 @@ def test_the_line_that_an_error_shows_is_the_right_one():
         tx.update(mean, tx.init(PARAMS), PARAMS, stats={"mean": mean})
 
 
+def test_the_line_that_an_error_shows_has_groups():
+    tx = optim.micro_adam(0.1, per=2)
+    mean = statistics(tx)["mean"]
+    with pytest.raises(pg.ArgumentError, match=r'"second_moment": pg\.Mean\(jnp\.square, per=2\)'):
+        tx.update(mean, tx.init(PARAMS), PARAMS, stats={"mean": mean})
+
+
+def test_errors_about_a_single_array():
+    tx, p = optim.micro_adam(0.1), jnp.ones(3)
+    with pytest.raises(pg.ArgumentError, match=r"shape \(4,\), but the gradient has \(3,\)"):
+        tx.update(p, tx.init(p), p, stats={"second_moment": jnp.ones(4)})
+    with pytest.raises(pg.ArgumentError, match="a parameter is complex"):
+        tx.init(p.astype(complex))
+
+
 def test_wrong_shapes_and_trees_are_named():
     tx = optim.micro_adam(0.1)
     stats = statistics(tx)
@@ -679,6 +711,11 @@ def test_wrong_shapes_and_trees_are_named():
         (lambda: optim.preconditioned_adam(0.1, mean_square=-1.0), "mean_square"),
         (lambda: optim.preconditioned_adam(0.1, per="token"), "per='token'"),
         (lambda: optim.preconditioned_adam(0.1, per="word", variance=1.0), "per must be"),
+        (lambda: optim.preconditioned_adam(0.1, per="word"), "per must be"),
+        (
+            lambda: optim.scale_by_preconditioner(mean_square=1.0, variance=1.0, floor=1.0, per="token"),
+            "no floor",
+        ),
         (lambda: optim.scale_by_sign(of="all"), "'momentum'"),
         (lambda: optax.inject_hyperparams(optim.micro_adam)(0.1, per=2).init(PARAMS), "static_args"),
         (lambda: optim.micro_adam(0.1).init(jnp.ones(2, complex)), "complex"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._statistics import Count, Mean, Statistic, Variance
+from pergrad._statistics import Count, Mean, Per, Statistic, Variance
 
 Stats = Mapping[str, Any]
 
@@ -109,15 +109,17 @@ def asked(*names: str) -> dict[str, Statistic]:
     return {name: VOCABULARY[name].statistic for name in names}
 
 
-def found(who: str, name: str, stats: Stats | None, updates: Any) -> Any:
+def found(who: str, name: str, stats: Stats | None, updates: Any, per: Per = "example") -> Any:
     """The statistic `name`, a tree like `updates`, of which `optax.masked` may have left a part."""
     if stats is None or name not in stats:
         there = (
             "there is no stats=" if stats is None else f"stats has only {', '.join(map(repr, stats))}"
         )
+        source = VOCABULARY[name].source
+        source = source if per == "example" else f"{source[:-1]}, per={per!r})"
         raise ArgumentError(
             f"{who} needs the statistic {name!r}, but {there}. Ask for it,\n"
-            f'    stats_fn = pg.value_and_stats(loss, {{..., "{name}": {VOCABULARY[name].source}}})\n'
+            f'    stats_fn = pg.value_and_stats(loss, {{..., "{name}": {source}}})\n'
             "(tx.stats has all that is needed), and hand the results on:\n"
             '    updates, state = tx.update(stats["mean"], state, params, stats=stats)'
         )
@@ -137,7 +139,7 @@ def _aligned(who: str, name: str, result: Any, updates: Any) -> Any:
             return update
         if jnp.shape(x) != jnp.shape(update):
             raise ArgumentError(
-                f"{who}: stats[{name!r}] has the shape {jnp.shape(x)} at {jax.tree_util.keystr(path)}, "
+                f"{who}: stats[{name!r}] has the shape {jnp.shape(x)}{at(path)}, "
                 f"but the gradient has {jnp.shape(update)} there."
             )
         return x
@@ -151,3 +153,8 @@ def _aligned(who: str, name: str, result: Any, updates: Any) -> Any:
             f"{who}: stats[{name!r}] is not a tree like the gradients: "
             f"{jax.tree.structure(result)}, not {jax.tree.structure(updates)}."
         ) from error
+
+
+def at(path: Any) -> str:
+    """Where a parameter is, for a message: nothing, if it is the only one."""
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
