@@ -43,6 +43,11 @@ def accumulation_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def wide(x: Any) -> jax.Array:
+    """The array in the dtype its sums are kept in."""
+    return jnp.asarray(x, accumulation_dtype(jnp.result_type(x)))
+
+
 class Merging(enum.Enum):
     """How results of several batches are merged: added, weighed by the count, centred on the common
     mean, joined along the example axis."""

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from pergrad import _moments
 from pergrad._errors import ArgumentError
 from pergrad._request import ArgNums, as_tuple
-from pergrad._statistics import Count, Fold, Mean, Statistic
+from pergrad._statistics import Count, Fold, Mean, Statistic, wide
 from pergrad._whole import Norm, Where, added_up
 
 Tree = Any
@@ -66,7 +66,7 @@ def by_layer(
     """
     count = _get(stats, "count")
     means = _flat(_get(stats, "mean"), where)
-    squares = {path: jnp.sum(jnp.square(_wide(g))) for path, g in means.items()}
+    squares = {path: jnp.sum(jnp.square(wide(g))) for path, g in means.items()}
     if "norm" in stats:
         if hasattr(stats["norm"], "shape") and "" not in means:
             squares = {"": added_up(list(squares.values()))}
@@ -144,7 +144,7 @@ _BEFORE = 8
 
 
 def _start_sign_factor(zeros: jax.Array) -> Any:
-    zeros = _wide(zeros)
+    zeros = wide(zeros)
     return {"n": jnp.zeros((), zeros.dtype), "mean": zeros, "m2": zeros, "near": zeros}
 
 
@@ -198,7 +198,7 @@ def sign_disagreement(
         disagree = is_sure & (jnp.sign(g) != jnp.sign(sign))
         return jnp.sum(disagree, dtype=sigma2.dtype), jnp.sum(is_sure, dtype=sigma2.dtype)
 
-    return {k: one(_wide(g), signs[k], variances[k]) for k, g in means.items()}
+    return {k: one(wide(g), signs[k], variances[k]) for k, g in means.items()}
 
 
 def curvature(
@@ -420,7 +420,7 @@ class Monitor:
             signal = jnp.sum(a * b)
             return SignalNoise(signal, stats["count"] * (jnp.sum(a * a + b * b) / 2 - signal))
 
-        return {k: one(_wide(g), _wide(before[k])) for k, g in now.items()}
+        return {k: one(wide(g), wide(before[k])) for k, g in now.items()}
 
     def _sign_factors(self, stats: Stats) -> dict[str, tuple[jax.Array, jax.Array]]:
         if not self.signs:
@@ -437,7 +437,7 @@ def _coordinates(stats: Stats) -> Tree:
     """mu2 and sigma2 of each coordinate, as a tree of pairs like the parameters."""
     n = _get(stats, "count")
     return jax.tree.map(
-        lambda g, s: SignalNoise(_moments.mean_square(_wide(g), s, n), s),
+        lambda g, s: SignalNoise(_moments.mean_square(wide(g), s, n), s),
         _get(stats, "mean"),
         _variance(stats),
     )
@@ -450,7 +450,7 @@ def _variance(stats: Stats) -> Tree:
     n = _get(stats, "count")
 
     def one(g: jax.Array, q: jax.Array) -> jax.Array:
-        return jnp.maximum(_moments.variance(_wide(g), q, n), 0)
+        return jnp.maximum(_moments.variance(wide(g), q, n), 0)
 
     return jax.tree.map(one, _get(stats, "mean"), _get(stats, "second_moment"))
 
@@ -498,7 +498,3 @@ def _unseen(signal: jax.Array) -> jax.Array:
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, SignalNoise)
-
-
-def _wide(g: jax.Array) -> jax.Array:
-    return g.astype(jnp.promote_types(g.dtype, jnp.float32))

@@ -618,9 +618,31 @@ def test_clip_examples_by_brute_force(by):
     np.testing.assert_allclose(updates["a"], mean / (np.sqrt(nu) + 1e-8), rtol=1e-9)
 
 
-def test_clip_examples_refuses_groups():
-    with pytest.raises(pg.ArgumentError, match="per=2"):
-        optim.clip_examples(optim.micro_adam(0.1, per=2), 1.0)
+@pytest.mark.parametrize(
+    "inner, text",
+    [
+        (optim.micro_adam(0.1, per=2), "per=2"),
+        (optim.clip_examples(optim.sign_ema(0.1), 0.5), r"ClippedMean\(0.5\)"),
+        (optim.StatsTransformation(*optax.sgd(0.1), {"norm": pg.Norm()}), r"Norm\(\)"),
+    ],
+)
+def test_clip_examples_refuses_what_it_does_not_know(inner, text):
+    with pytest.raises(pg.ArgumentError, match=text):
+        optim.clip_examples(inner, 1.0)
+
+
+def test_clips_in_front_of_an_optimizer_of_optax():
+    clipped, by_examples = (clip(optax.sgd(1.0), 2.0) for clip in (optim.clipped, optim.clip_examples))
+    assert clipped.stats == {"mean": pg.Mean()}
+    for tx, step in ((clipped, 2.0), (by_examples, 1.5)):
+        updates, _ = one_step(tx, tx.init(W), W, loss=LOSS, batch=jnp.array([1.0, 5.0]))
+        np.testing.assert_allclose(updates, -step)
+
+
+def test_clips_half_precision_by_a_norm_that_does_not_overflow():
+    tx, g = optim.clipped(optax.sgd(1.0), 1.0), jnp.full(4, 300.0, jnp.float16)
+    updates, _ = tx.update(g, tx.init(g), g)
+    np.testing.assert_allclose(updates, -0.5, rtol=1e-3)
 
 
 # Batch-size-invariant Adam.

@@ -34,7 +34,7 @@ from jax.core import Tracer
 
 from pergrad import _moments
 from pergrad._errors import ArgumentError
-from pergrad._statistics import Per, Statistic, accumulation_dtype, checked_per
+from pergrad._statistics import Per, Statistic, accumulation_dtype, checked_per, wide
 from pergrad.optim._base import StatsTransformation, asked, at, chain, found
 
 Tree = Any
@@ -116,11 +116,11 @@ def scale_by_preconditioner(
     def second_moment(updates: Tree, given: Any) -> tuple[Tree, Tree | None]:
         """This step's `a mu2 + b sigma2`, and the standard error of its first term."""
         if is_plain and is_adam:
-            return jax.tree.map(lambda g: jnp.square(_wide(g)), updates), None
+            return jax.tree.map(lambda g: jnp.square(wide(g)), updates), None
         if is_plain:
             square = found(who, "second_moment", given, updates, per)
             return jax.tree.map(lambda q: mean_square * q, square), None
-        mean = jax.tree.map(_wide, found(who, "mean", given, updates))
+        mean = jax.tree.map(wide, found(who, "mean", given, updates))
         n = found(who, "count", given, updates) / (1 if isinstance(per, str) else per)
         _check_count(who, n)
         if "variance" in given:
@@ -357,7 +357,7 @@ def scale_by_squared_momentum(
         count = jnp.asarray(optax.safe_increment(state.count))
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = jax.tree.map(
-            lambda m, v: (b2 * v + (1 - b2) * jnp.square(_wide(m)) + eps).astype(v.dtype), mu, state.nu
+            lambda m, v: (b2 * v + (1 - b2) * jnp.square(wide(m)) + eps).astype(v.dtype), mu, state.nu
         )
         out = jax.tree.map(
             lambda g, m, v: (m / jnp.sqrt(v)).astype(g.dtype),
@@ -439,10 +439,6 @@ def _with_per(statistic: Statistic, per: Per) -> Statistic:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float))
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(accumulation_dtype(x.dtype))
 
 
 def _wide_zeros(params: Tree) -> Tree:
