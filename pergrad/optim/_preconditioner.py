@@ -91,7 +91,8 @@ def scale_by_preconditioner(
 
     It needs the statistics `mean`, `second_moment` and `count`; without the last where both weights are
     the same number, and the mean alone for Adam. A `variance` in `stats` is used in place of
-    `second_moment` where the weights differ: better where the mean is thousands of times the deviation.
+    `second_moment` where the weights differ: better where the mean is thousands of times the deviation,
+    and in bfloat16, which rounds the mean, already where it is ten times that.
     One example has no variance: a batch of one is refused, or under `jit` gives NaN, unless both
     weights are the same or it is Adam.
 
