@@ -43,6 +43,11 @@ def accumulation_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def wide(x: Any) -> jax.Array:
+    """The array in the dtype its sums are kept in."""
+    return jnp.asarray(x, accumulation_dtype(jnp.result_type(x)))
+
+
 class Merging(enum.Enum):
     """How results of several batches are merged: added, weighed by the count, centred on the common
     mean, joined along the example axis."""
@@ -129,7 +134,7 @@ class Accumulator(LeafStatistic, abc.ABC):
 Per = int | str
 
 
-def _checked_per(per: Any) -> Per:
+def checked_per(per: Any) -> Per:
     """What one unit is; groups of one are examples."""
     if per in ("example", "token"):
         return per
@@ -229,7 +234,7 @@ class Mean(Accumulator):
     factorable: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "per", _checked_per(self.per))
+        object.__setattr__(self, "per", checked_per(self.per))
         if self.phi is not None and not callable(self.phi):
             raise ArgumentError(
                 f"phi must be an elementwise function such as jnp.square, not {self.phi!r}."
@@ -312,7 +317,7 @@ class Variance(Accumulator):
     per: Per = "example"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "per", _checked_per(self.per))
+        object.__setattr__(self, "per", checked_per(self.per))
 
     @property
     def in_parts(self) -> bool:

@@ -32,15 +32,11 @@ from pergrad._statistics import (
     Phi,
     Reading,
     Statistic,
-    accumulation_dtype,
     name_of,
+    wide,
 )
 
 Where = Callable[[str], bool]
-
-
-def _wide(g: jax.Array) -> jax.Array:
-    return g.astype(accumulation_dtype(g.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +48,7 @@ class SquaredNorm(Reading):
         return True
 
     def of(self, g: jax.Array, given: Any) -> jax.Array:
-        return jnp.sum(jnp.square(_wide(g)))
+        return jnp.sum(jnp.square(wide(g)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Projection(Reading):
         return True
 
     def of(self, g: jax.Array, given: Any) -> jax.Array:
-        return jnp.sum(_wide(g) * given)
+        return jnp.sum(wide(g) * given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Pairs(LeafStatistic):
     """`<g_i, g_j>` of one parameter's gradients, [B, B]."""
 
     def of_all(self, gs: jax.Array) -> jax.Array:
-        gs = _wide(gs).reshape(len(gs), -1)
+        gs = wide(gs).reshape(len(gs), -1)
         return gs @ gs.T
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from pergrad import _moments
 from pergrad._errors import ArgumentError
 from pergrad._request import ArgNums, as_tuple
-from pergrad._statistics import Count, Fold, Mean, Statistic
+from pergrad._statistics import Count, Fold, Mean, Statistic, weigh, wide
 from pergrad._whole import Norm, Where, added_up
 
 Tree = Any
@@ -61,22 +61,26 @@ def by_layer(
     """Signal and noise of each parameter, by its path, from one batch.
 
     `stats` has the `mean`, the `count`, and one of: `norm` (`pg.Norm(by="leaf")`; from `pg.Norm()` there
-    is one entry for all), `variance`, `second_moment`. `where` selects parameters by their path. Norms
-    know nothing of weights: give `example_weights` if there were any. One example has no variance: NaN.
+    is one entry for all), `variance`, `second_moment`, all of examples (not of groups or tokens, not
+    clipped). `where` selects parameters by their path. Norms know nothing of weights: give
+    `example_weights` if there were any. One example has no variance: NaN.
     """
     count = _get(stats, "count")
     means = _flat(_get(stats, "mean"), where)
-    squares = {path: jnp.sum(jnp.square(_wide(g))) for path, g in means.items()}
+    if not means:
+        raise ArgumentError("pergrad.noise: where selects no parameter.")
+    squares = {path: jnp.sum(jnp.square(wide(g))) for path, g in means.items()}
     if "norm" in stats:
         if hasattr(stats["norm"], "shape") and "" not in means:
             squares = {"": added_up(list(squares.values()))}
             where = None
         norms = _flat(stats["norm"], where)
-        w = jnp.ones(()) if example_weights is None else jnp.asarray(example_weights)
-        mean_squares = {
-            k: jnp.mean(w * jnp.square(norms[k])) / jnp.mean(w) for k in squares if k in norms
+        mean_squares = {k: _mean(jnp.square(norms[k]), example_weights) for k in squares if k in norms}
+        # At least 0 but for rounding.
+        noises = {
+            k: _moments.correction(count) * jnp.maximum(s - squares[k], 0)
+            for k, s in mean_squares.items()
         }
-        noises = {k: _moments.correction(count) * (s - squares[k]) for k, s in mean_squares.items()}
     else:
         noises = {k: jnp.sum(s) for k, s in _flat(_variance(stats), where).items()}
     return {k: SignalNoise(squares[k] - noise / count, noise) for k, noise in noises.items()}
@@ -121,14 +125,15 @@ def outliers(norms: jax.Array, threshold: float = 3.5) -> jax.Array:
 
     The distance of log ||g_i|| from the median, in units of the median distance times 1.4826 (the
     standard deviation, for Gaussian numbers), is larger than `threshold`. Spreads below one in a
-    thousand count as that.
+    thousand count as that. NaN is no example: it is passed over.
 
     >>> pg.noise.outliers(jnp.array([1.0, 1.1, 0.9, 1.0, 50.0]))
     Array([False, False, False, False,  True], dtype=bool)
     """
+    norms = wide(norms)
     logs = jnp.log(jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
-    away = logs - jnp.median(logs)
-    spread = 1.4826 * jnp.median(jnp.abs(away))
+    away = logs - jnp.nanmedian(logs)
+    spread = 1.4826 * jnp.nanmedian(jnp.abs(away))
     return away > threshold * jnp.maximum(spread, 1e-3)
 
 
@@ -144,7 +149,7 @@ _BEFORE = 8
 
 
 def _start_sign_factor(zeros: jax.Array) -> Any:
-    zeros = _wide(zeros)
+    zeros = wide(zeros)
     return {"n": jnp.zeros((), zeros.dtype), "mean": zeros, "m2": zeros, "near": zeros}
 
 
@@ -198,7 +203,7 @@ def sign_disagreement(
         disagree = is_sure & (jnp.sign(g) != jnp.sign(sign))
         return jnp.sum(disagree, dtype=sigma2.dtype), jnp.sum(is_sure, dtype=sigma2.dtype)
 
-    return {k: one(_wide(g), signs[k], variances[k]) for k, g in means.items()}
+    return {k: one(wide(g), signs[k], variances[k]) for k, g in means.items()}
 
 
 def curvature(
@@ -218,10 +223,10 @@ def curvature(
     Sigma) / B too much. Where the Hessian is not positive both may be negative, and their ratio says
     nothing.
     """
-    batch = as_tuple(batch_argnums)
 
     def at(key: jax.Array, params: Tree, *rest: Any) -> SignalNoise:
         args = (params, *rest)
+        batch = [i % len(args) for i in as_tuple(batch_argnums)]
         n = jax.tree.leaves([args[i] for i in batch])[0].shape[0]
         axes = tuple(0 if i in batch else None for i in range(len(args)))
 
@@ -241,7 +246,10 @@ def curvature(
         def curved(v: Tree) -> jax.Array:
             _, product = jax.jvp(lambda p: gradient(p, equal), (params,), (v,))
             return added_up(
-                [jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (v, product)), strict=True)]
+                [
+                    jnp.vdot(wide(a), wide(b))
+                    for a, b in zip(*map(jax.tree.leaves, (v, product)), strict=True)
+                ]
             )
 
         def probe(key: jax.Array) -> jax.Array:
@@ -282,13 +290,14 @@ class Monitor:
     count.
 
     Args:
-      decay: of the moving averages, for each update. where: selects parameters by their path, as in
-      `pg.Norm`. signs: also what signs keep of the signal, and how often the sign of the mean is not
-      that of the median. across_steps: takes signal and noise from the mean gradients of two steps after
-      another in place of
-        the examples of one: <gbar, gbar'> has the mean |mu|^2. Works for batches of one example, needs
-        no statistic but the mean, keeps one gradient, and takes what mu changes from step to step for
-        noise.
+      decay: of the moving averages, for each update.
+      where: selects parameters by their path, as in `pg.Norm`.
+      signs: also what signs keep of the signal, and how often the sign of the mean is not that of the
+        median.
+      across_steps: takes signal and noise from the mean gradients of two steps after another in place
+        of the examples of one: <gbar, gbar'> has the mean |mu|^2. Works for batches of one example,
+        needs no statistic but the mean and the count, keeps one gradient, and takes what mu changes
+        from step to step for noise.
     """
 
     decay: float = 0.95
@@ -347,7 +356,10 @@ class Monitor:
         example_weights: Any = None,
         curvature: SignalNoise | None = None,
     ) -> NoiseState:
-        """The state after one more batch; `curvature` is what that function returned for it."""
+        """The state after one more batch.
+
+        Give `example_weights` if there were any; `curvature` is what that function returned.
+        """
         count = jnp.asarray(_get(stats, "count"), jnp.float32)
         if self.across_steps:
             weight = (state.examples > 0).astype(jnp.float32)
@@ -372,7 +384,7 @@ class Monitor:
             curvature=state.curvature if curvature is None else averaged(state.curvature, curvature),
             outliers=state.outliers
             if norms is None
-            else averaged(state.outliers, _count_outliers(norms), 1.0),
+            else averaged(state.outliers, _count_outliers(norms, example_weights), 1.0),
             sign_factor=averaged(state.sign_factor, self._sign_factors(stats)),
             sign_disagreement=averaged(state.sign_disagreement, self._disagreements(stats)),
             previous=stats["mean"] if self.across_steps else None,
@@ -415,14 +427,14 @@ class Monitor:
         }
 
     def _from_two_steps(self, stats: Stats, state: NoiseState) -> dict[str, SignalNoise]:
-        # |mu|^2 = <gbar, gbar'>,  tr Sigma / B = (||gbar||^2 + ||gbar'||^2) / 2 - |mu|^2
+        # |mu|^2 = <gbar, gbar'>,  tr Sigma (1 / B + 1 / B') = E[||gbar - gbar'||^2]
         now, before = _flat(stats["mean"], self.where), _flat(state.previous, self.where)
+        sizes = 1 / stats["count"] + 1 / jnp.maximum(state.examples, 1)
 
         def one(a: jax.Array, b: jax.Array) -> SignalNoise:
-            signal = jnp.sum(a * b)
-            return SignalNoise(signal, stats["count"] * (jnp.sum(a * a + b * b) / 2 - signal))
+            return SignalNoise(jnp.sum(a * b), jnp.sum(jnp.square(a - b)) / sizes)
 
-        return {k: one(_wide(g), _wide(before[k])) for k, g in now.items()}
+        return {k: one(wide(g), wide(before[k])) for k, g in now.items()}
 
     def _sign_factors(self, stats: Stats) -> dict[str, tuple[jax.Array, jax.Array]]:
         if not self.signs:
@@ -439,7 +451,7 @@ def _coordinates(stats: Stats) -> Tree:
     """mu2 and sigma2 of each coordinate, as a tree of pairs like the parameters."""
     n = _get(stats, "count")
     return jax.tree.map(
-        lambda g, s: SignalNoise(_moments.mean_square(_wide(g), s, n), s),
+        lambda g, s: SignalNoise(_moments.mean_square(wide(g), s, n), s),
         _get(stats, "mean"),
         _variance(stats),
     )
@@ -452,7 +464,7 @@ def _variance(stats: Stats) -> Tree:
     n = _get(stats, "count")
 
     def one(g: jax.Array, q: jax.Array) -> jax.Array:
-        return jnp.maximum(_moments.variance(_wide(g), q, n), 0)
+        return jnp.maximum(_moments.variance(wide(g), q, n), 0)
 
     return jax.tree.map(one, _get(stats, "mean"), _get(stats, "second_moment"))
 
@@ -482,10 +494,18 @@ def _flat(tree: Tree, where: Where | None) -> dict[str, Any]:
     return {path: x for path, x in paths.items() if where is None or where(path)}
 
 
-def _count_outliers(norms: Tree) -> tuple[jax.Array, jax.Array]:
+def _mean(x: jax.Array, example_weights: Any) -> jax.Array:
+    """The mean over examples; those of weight 0 are not there, even if they are NaN."""
+    w = jnp.ones(len(x), x.dtype) if example_weights is None else jnp.asarray(example_weights)
+    return jnp.sum(weigh(x, w)) / jnp.sum(w)
+
+
+def _count_outliers(norms: Tree, example_weights: Any) -> tuple[jax.Array, jax.Array]:
     """How many examples are outliers, and of how many."""
     norm = jnp.sqrt(added_up([jnp.square(x) for x in jax.tree.leaves(norms)]))
-    return jnp.sum(outliers(norm)), jnp.asarray(norm.size)
+    if example_weights is not None:
+        norm = jnp.where(jnp.asarray(example_weights) > 0, norm, jnp.nan)
+    return jnp.sum(outliers(norm)), jnp.sum(~jnp.isnan(norm))
 
 
 def _ratio(pairs: Any) -> float:
@@ -500,7 +520,3 @@ def _unseen(signal: jax.Array) -> jax.Array:
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, SignalNoise)
-
-
-def _wide(g: jax.Array) -> jax.Array:
-    return g.astype(jnp.promote_types(g.dtype, jnp.float32))

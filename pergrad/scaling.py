@@ -72,14 +72,14 @@ def decay(beta: float, kappa: float) -> float:
     >>> pg.scaling.decay(0.999, 4)
     0.996
     """
-    new = 1 - _checked("kappa", kappa) * (1 - beta)
+    new = round(1 - _checked("kappa", kappa) * (1 - beta), 12)
     if new < 0:
         raise ArgumentError(
             f"A decay of {beta:g} remembers {1 / (1 - beta):.3g} steps; with batches {kappa:g} times as "
             "large that is less than one. The rule ends there: move by a smaller factor, or use the "
             "rule 'sqrt', which leaves decays alone."
         )
-    return round(new, 12)
+    return new + 0.0  # not -0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,8 @@ def move(
     """Moves an optimizer's keyword arguments from one batch size to another, and says what it did.
 
     Args:
-      config: keyword arguments by name. `learning_rate` (a number or a schedule over steps), `b1`, `b2`,
-        `eps`, `eps_root`, `weight_decay` and numbers of steps (`steps`, `warmup_steps`, ...) are
+      config: keyword arguments by name. `learning_rate` and `weight_decay` (numbers or schedules over
+        steps), `b1`, `b2`, `eps`, `eps_root` and numbers of steps (`steps`, `warmup_steps`, ...) are
         understood; everything else is handed on as it is.
       batch_size: the size that `config` was tuned for.
       new_batch_size: the size to move to.
@@ -144,21 +144,19 @@ def move(
         "sde": (math.sqrt(kappa), "times sqrt(kappa): the noise of the gradient is its own unit"),
         "linear": (kappa, "times kappa: fewer steps, each as much longer"),
         "peak": (
-            peak(1.0, batch_size, new_batch_size, noise_scale) if noise_scale else 1.0,
+            1.0 if noise_scale is None else peak(1.0, batch_size, new_batch_size, noise_scale),
             f"the peak is at the noise scale, {noise_scale}",
         ),
     }[rule]
 
     def moved(name: str, old: Any) -> tuple[Any, str]:
+        if old is None:
+            return old, "left as it is"
         if name == "learning_rate":
-            if callable(old):
-                return _schedule(old, factor, kappa), f"{reason}; over steps of kappa times the examples"
-            return old * factor, reason
+            return _times(old, factor, kappa, reason)
         if name == "weight_decay":
-            return (
-                old * kappa / factor,
-                "times kappa / the change of the learning rate: as much per example",
-            )
+            why = "times kappa / the change of the learning rate: as much per example"
+            return _times(old, kappa / factor, kappa, why)
         if name == "steps" or name.endswith("_steps"):
             return max(1, round(old / kappa)), "divided by kappa: the same number of examples"
         if rule == "sde" and name in ("b1", "b2"):
@@ -177,9 +175,13 @@ def move(
     )
 
 
-def _schedule(schedule: Callable[[Any], Any], factor: float, kappa: float) -> Callable[[Any], Any]:
-    """The schedule for steps of kappa times as many examples."""
-    return lambda step: factor * schedule(step * kappa)
+def _times(old: Any, factor: float, kappa: float, reason: str) -> tuple[Any, str]:
+    """A number times the factor; a schedule too, over steps of kappa times as many examples."""
+    if callable(old):
+        schedule: Callable[[Any], Any] = old
+        new = lambda step: factor * schedule(step * kappa)  # noqa: E731
+        return new, f"{reason}; over steps of kappa times the examples"
+    return old * factor, reason
 
 
 def _check_move(config: Mapping[str, Any], rule: str, noise_scale: float | None) -> None:
@@ -187,6 +189,9 @@ def _check_move(config: Mapping[str, Any], rule: str, noise_scale: float | None)
         raise ArgumentError(f"move: rule must be one of {RULES}, not {rule!r}.")
     if "learning_rate" not in config:
         raise ArgumentError(f"move: config has no learning_rate, only {sorted(config)}.")
+    for name in ("b1", "b2", "eps", "eps_root"):
+        if callable(config.get(name)):
+            raise ArgumentError(f"move: {name} is a schedule; move the numbers that it is made of.")
     if rule == "peak" and noise_scale is None:
         raise ArgumentError(
             "move: the rule 'peak' needs noise_scale=, which pergrad.noise measures. Or use 'sqrt'."

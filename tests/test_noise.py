@@ -104,6 +104,32 @@ def test_weights_are_counts():
         )
 
 
+@pytest.mark.parametrize("padding", [0.0, 1e6, np.nan])
+def test_padding_is_not_there(padding):
+    batch, w = draw(jax.random.key(2), 8), jnp.array([1.0] * 6 + [0.0] * 2)
+    padded = jax.tree.map(lambda x: x.at[6:].set(padding), batch)
+    monitor = noise.Monitor()
+    stats_fn = pg.grad_stats(linear, monitor.stats)
+    expected = monitor.update(
+        stats_fn(PARAMS, jax.tree.map(lambda x: x[:6], batch)), monitor.init(PARAMS)
+    )
+    out = monitor.update(
+        stats_fn(PARAMS, padded, example_weights=w), monitor.init(PARAMS), example_weights=w
+    )
+    assert monitor.summary(out) == pytest.approx(monitor.summary(expected))
+
+
+def test_noise_is_not_negative():
+    """Gradients that are all the same, in float32, where squares and means are rounded."""
+    p = jnp.zeros(5, jnp.float32)
+    for value in (0.1, 1.7, 3.3):
+        g = jnp.full((7, 5), value, jnp.float32)
+        for form in FORMS:
+            stats = pg.grad_stats(lambda w, x: jnp.mean(x @ w), BASE | FORMS[form])(p, g)
+            (layer,) = noise.by_layer(stats).values()
+            assert layer.noise >= 0 and layer.snr > 1e3, form
+
+
 def test_coordinates():
     batch = draw(jax.random.key(3), 6)
     g = oracle.per_example(linear, (PARAMS, batch))[2]
@@ -130,6 +156,7 @@ def test_diversity_and_outliers():
         [jax.random.uniform(jax.random.key(0), (31,), minval=1.0, maxval=2.0), jnp.array([80.0])]
     )
     assert np.flatnonzero(noise.outliers(norms)).tolist() == [31]
+    assert noise.outliers(jnp.array([1.0, 1.1, np.nan, 0.9, np.inf])).tolist() == [False] * 4 + [True]
     assert not np.any(noise.outliers(jnp.ones(8))) and not np.any(noise.outliers(jnp.zeros(8)))
 
 
@@ -224,10 +251,16 @@ def test_curvature_of_one_example_at_a_time():
     x = jnp.arange(6.0).reshape(3, 2)
     batches = noise.curvature(lambda p, x: jnp.mean(jnp.square(x @ p)))
     singles = noise.curvature(lambda p, x: jnp.square(x @ p), keep_batch_dim=False)
+    from_the_end = noise.curvature(lambda p, x: jnp.mean(jnp.square(x @ p)), batch_argnums=-1)
     key, p = jax.random.key(0), jnp.ones(2)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-9), batches(key, p, x), singles(key, p, x)
-    )
+    for other in (singles, from_the_end):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-9),
+            batches(key, p, x),
+            other(key, p, x),
+        )
+    halves = batches(key, p.astype(jnp.bfloat16), x.astype(jnp.bfloat16))
+    assert halves.signal.dtype != jnp.bfloat16
 
 
 # The monitor.
@@ -260,11 +293,11 @@ def test_monitor_finds_the_noise_scale(sizes):
     np.testing.assert_allclose(out["noise_share"], out["noise_scale"] / sizes[-1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_across_steps(size):
+@pytest.mark.parametrize("sizes", [(1,), (2,), (8,), (1, 16)])
+def test_across_steps(sizes):
     monitor = noise.Monitor(decay=0.9995, across_steps=True)
     assert set(monitor.stats) == {"mean", "count"}
-    out = monitor.summary(monitored(monitor, (size,), 6000))
+    out = monitor.summary(monitored(monitor, sizes, 6000))
     truth = sum(NOISE.values()) / sum(SIGNAL.values())
     assert abs(out["noise_scale"] / truth - 1) < 0.2
 
@@ -277,6 +310,14 @@ def test_batches_of_one_say_nothing():
     assert all(math.isfinite(both[name]) for name in ("signal", "noise", "diversity"))
     fresh = monitor.summary(monitor.init(PARAMS))
     assert math.isnan(fresh["noise_scale"]) and math.isnan(fresh["outliers"])
+
+
+def test_state_may_be_donated():
+    monitor = noise.Monitor(signs=True)
+    stats = pg.grad_stats(linear, monitor.stats)(PARAMS, draw(jax.random.key(0), 16))
+    step = jax.jit(lambda state: monitor.update(stats, state), donate_argnums=0)
+    state = step(step(monitor.init(PARAMS)))
+    assert math.isfinite(monitor.summary(state)["noise"])
 
 
 def test_first_step_by_hand():
@@ -357,6 +398,8 @@ def test_errors():
         noise.Monitor(decay=1.0)
     with pytest.raises(pg.ArgumentError, match="no parameter"):
         noise.Monitor(where=lambda path: False).init(PARAMS)
+    with pytest.raises(pg.ArgumentError, match="no parameter"):
+        noise.by_layer(stats, lambda path: False)
     monitor = noise.Monitor()
     with pytest.raises(pg.ArgumentError, match="by='leaf'"):
         monitor.update(stats | {"norm": jnp.ones(4)}, monitor.init(PARAMS))

@@ -3,6 +3,7 @@
 The truth is numpy's, from the gradients of every single example. What optax has too is compared with it.
 """
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable
@@ -225,6 +226,47 @@ def test_masked_and_partitioned(name):
         out, _ = wrapped.update(stats["mean"], wrapped.init(PARAMS), PARAMS, stats=stats)
         np.testing.assert_allclose(out["a"], expected["a"], rtol=1e-12)
         np.testing.assert_array_equal(out["b"]["c"], other)
+
+
+@every_optimizer
+def test_parameters_may_be_python_numbers(name):
+    tx = OPTIMIZERS[name]()
+    params = {"w": 0.5}
+    updates, _ = one_step(tx, tx.init(params), params, loss=lambda p, x: jnp.mean(x[:, 0] * p["w"]))
+    assert np.isfinite(updates["w"])
+
+
+@every_optimizer
+def test_state_is_where_the_parameters_are(name):
+    mesh = jax.make_mesh((1,), ("devices",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+    state = OPTIMIZERS[name]().init(jax.device_put(PARAMS, spread))
+    like_params = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert like_params and all(x.sharding.spec[0] == "devices" for x in like_params)
+
+
+def test_copies_keep_the_statistics():
+    tx = OPTIMIZERS["micro_adam"]()
+    for copied in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, {"tx": tx})["tx"]):
+        assert copied == tx and copied.stats == tx.stats
+        assert copied.stats["second_moment"].is_factorable
+
+
+def test_statistics_are_a_part_of_what_it_is():
+    tx = OPTIMIZERS["micro_adam"]()
+    loose, tight = (optim.clip_examples(tx, c) for c in (1.0, 0.01))
+    assert tx != loose != tight and loose == optim.clip_examples(tx, 1.0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def mean(tx: Any) -> Tree:
+        return pg.grad_stats(two_layers, tx.stats)(PARAMS, BATCH)["mean"]
+
+    for clipped in (loose, tight):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-12),
+            mean(clipped),
+            statistics(clipped)["mean"],
+        )
 
 
 @every_optimizer
@@ -576,9 +618,31 @@ def test_clip_examples_by_brute_force(by):
     np.testing.assert_allclose(updates["a"], mean / (np.sqrt(nu) + 1e-8), rtol=1e-9)
 
 
-def test_clip_examples_refuses_groups():
-    with pytest.raises(pg.ArgumentError, match="per=2"):
-        optim.clip_examples(optim.micro_adam(0.1, per=2), 1.0)
+@pytest.mark.parametrize(
+    "inner, text",
+    [
+        (optim.micro_adam(0.1, per=2), "per=2"),
+        (optim.clip_examples(optim.sign_ema(0.1), 0.5), r"ClippedMean\(0.5\)"),
+        (optim.StatsTransformation(*optax.sgd(0.1), {"norm": pg.Norm()}), r"Norm\(\)"),
+    ],
+)
+def test_clip_examples_refuses_what_it_does_not_know(inner, text):
+    with pytest.raises(pg.ArgumentError, match=text):
+        optim.clip_examples(inner, 1.0)
+
+
+def test_clips_in_front_of_an_optimizer_of_optax():
+    clipped, by_examples = (clip(optax.sgd(1.0), 2.0) for clip in (optim.clipped, optim.clip_examples))
+    assert clipped.stats == {"mean": pg.Mean()}
+    for tx, step in ((clipped, 2.0), (by_examples, 1.5)):
+        updates, _ = one_step(tx, tx.init(W), W, loss=LOSS, batch=jnp.array([1.0, 5.0]))
+        np.testing.assert_allclose(updates, -step)
+
+
+def test_clips_half_precision_by_a_norm_that_does_not_overflow():
+    tx, g = optim.clipped(optax.sgd(1.0), 1.0), jnp.full(4, 300.0, jnp.float16)
+    updates, _ = tx.update(g, tx.init(g), g)
+    np.testing.assert_allclose(updates, -0.5, rtol=1e-3)
 
 
 # Batch-size-invariant Adam.
@@ -634,6 +698,21 @@ def test_the_line_that_an_error_shows_is_the_right_one():
         tx.update(mean, tx.init(PARAMS), PARAMS, stats={"mean": mean})
 
 
+def test_the_line_that_an_error_shows_has_groups():
+    tx = optim.micro_adam(0.1, per=2)
+    mean = statistics(tx)["mean"]
+    with pytest.raises(pg.ArgumentError, match=r'"second_moment": pg\.Mean\(jnp\.square, per=2\)'):
+        tx.update(mean, tx.init(PARAMS), PARAMS, stats={"mean": mean})
+
+
+def test_errors_about_a_single_array():
+    tx, p = optim.micro_adam(0.1), jnp.ones(3)
+    with pytest.raises(pg.ArgumentError, match=r"shape \(4,\), but the gradient has \(3,\)"):
+        tx.update(p, tx.init(p), p, stats={"second_moment": jnp.ones(4)})
+    with pytest.raises(pg.ArgumentError, match="a parameter is complex"):
+        tx.init(p.astype(complex))
+
+
 def test_wrong_shapes_and_trees_are_named():
     tx = optim.micro_adam(0.1)
     stats = statistics(tx)
@@ -654,6 +733,11 @@ def test_wrong_shapes_and_trees_are_named():
         (lambda: optim.preconditioned_adam(0.1, mean_square=-1.0), "mean_square"),
         (lambda: optim.preconditioned_adam(0.1, per="token"), "per='token'"),
         (lambda: optim.preconditioned_adam(0.1, per="word", variance=1.0), "per must be"),
+        (lambda: optim.preconditioned_adam(0.1, per="word"), "per must be"),
+        (
+            lambda: optim.scale_by_preconditioner(mean_square=1.0, variance=1.0, floor=1.0, per="token"),
+            "no floor",
+        ),
         (lambda: optim.scale_by_sign(of="all"), "'momentum'"),
         (lambda: optax.inject_hyperparams(optim.micro_adam)(0.1, per=2).init(PARAMS), "static_args"),
         (lambda: optim.micro_adam(0.1).init(jnp.ones(2, complex)), "complex"),

@@ -16,6 +16,7 @@ def test_rules():
     assert scaling.sqrt(0.1, 9) == pytest.approx(0.3)
     assert scaling.linear(0.1, 9) == pytest.approx(0.9)
     assert scaling.decay(0.9, 4) == pytest.approx(0.6)
+    assert scaling.decay(0.99, 100) == 0  # exactly one step, also after rounding
 
 
 def test_peak():
@@ -91,6 +92,13 @@ def test_schedules_run_over_examples():
     for step in (0, 100, 250):
         assert out.config["learning_rate"](step) == pytest.approx(2 * schedule(4 * step))
     assert "schedule" in str(out)
+    out = scaling.move({"learning_rate": 1e-3, "weight_decay": schedule}, 64, 256)
+    assert out.config["weight_decay"](100) == pytest.approx(2 * schedule(400))
+
+
+def test_what_is_not_there_is_left():
+    config = {"learning_rate": 1e-3, "weight_decay": None, "warmup_steps": None, "eps": None}
+    assert scaling.move(config, 64, 256, "sde").config == config | {"learning_rate": 2e-3}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,8 @@ def test_schedules_run_over_examples():
         (lambda: scaling.move(CONFIG, 64, 128, "cubic"), "'linear'"),
         (lambda: scaling.move({"lr": 1.0}, 64, 128), "learning_rate"),
         (lambda: scaling.move(CONFIG, 64, 128, "peak"), "noise_scale"),
+        (lambda: scaling.move(CONFIG, 64, 128, "peak", noise_scale=0), "noise_scale"),
+        (lambda: scaling.move(CONFIG | {"b1": lambda step: 0.9}, 64, 128, "sde"), "b1"),
         (lambda: scaling.move(CONFIG, 0, 128), "batch_size"),
         (lambda: scaling.sqrt(1.0, -1), "kappa"),
     ],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._statistics import Count, Mean, Statistic, Variance
+from pergrad._statistics import Count, Mean, Per, Statistic, Variance
 
 Stats = Mapping[str, Any]
 
@@ -56,6 +56,35 @@ class StatsTransformation(optax.GradientTransformationExtraArgs):
         self.stats = dict(stats)
         return self
 
+    # `clip_examples` keeps the functions and changes `stats` alone, so these belong to what it is:
+    # `jit` would otherwise take two clips for one static argument.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StatsTransformation) and _parts(self) == _parts(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(_parts(self))
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.init, self.update, self.stats
+
+    def __deepcopy__(self, memo: Any) -> StatsTransformation:
+        return StatsTransformation(*self.__getnewargs__())  # a copy of jnp.square is not jnp.square
+
+
+def _parts(tx: StatsTransformation) -> tuple[Any, ...]:
+    return tx.init, tx.update, tuple(sorted(tx.stats.items(), key=lambda item: item[0]))
+
+
+# A named tuple is a tree of its fields, which JAX would put together again without `stats`.
+jax.tree_util.register_pytree_node(
+    StatsTransformation,
+    lambda tx: ((tx.init, tx.update), tuple(tx.stats.items())),
+    lambda stats, functions: StatsTransformation(*functions, dict(stats)),
+)
+
 
 def chain(*transformations: optax.GradientTransformation) -> StatsTransformation:
     """`optax.chain`, of which `stats` is the union of what its parts need.
@@ -80,15 +109,17 @@ def asked(*names: str) -> dict[str, Statistic]:
     return {name: VOCABULARY[name].statistic for name in names}
 
 
-def found(who: str, name: str, stats: Stats | None, updates: Any) -> Any:
+def found(who: str, name: str, stats: Stats | None, updates: Any, per: Per = "example") -> Any:
     """The statistic `name`, a tree like `updates`, of which `optax.masked` may have left a part."""
     if stats is None or name not in stats:
         there = (
             "there is no stats=" if stats is None else f"stats has only {', '.join(map(repr, stats))}"
         )
+        source = VOCABULARY[name].source
+        source = source if per == "example" else f"{source[:-1]}, per={per!r})"
         raise ArgumentError(
             f"{who} needs the statistic {name!r}, but {there}. Ask for it,\n"
-            f'    stats_fn = pg.value_and_stats(loss, {{..., "{name}": {VOCABULARY[name].source}}})\n'
+            f'    stats_fn = pg.value_and_stats(loss, {{..., "{name}": {source}}})\n'
             "(tx.stats has all that is needed), and hand the results on:\n"
             '    updates, state = tx.update(stats["mean"], state, params, stats=stats)'
         )
@@ -108,7 +139,7 @@ def _aligned(who: str, name: str, result: Any, updates: Any) -> Any:
             return update
         if jnp.shape(x) != jnp.shape(update):
             raise ArgumentError(
-                f"{who}: stats[{name!r}] has the shape {jnp.shape(x)} at {jax.tree_util.keystr(path)}, "
+                f"{who}: stats[{name!r}] has the shape {jnp.shape(x)}{at(path)}, "
                 f"but the gradient has {jnp.shape(update)} there."
             )
         return x
@@ -122,3 +153,8 @@ def _aligned(who: str, name: str, result: Any, updates: Any) -> Any:
             f"{who}: stats[{name!r}] is not a tree like the gradients: "
             f"{jax.tree.structure(result)}, not {jax.tree.structure(updates)}."
         ) from error
+
+
+def at(path: Any) -> str:
+    """Where a parameter is, for a message: nothing, if it is the only one."""
+    return f" at {jax.tree_util.keystr(path)}" if path else ""

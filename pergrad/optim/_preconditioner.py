@@ -34,8 +34,8 @@ from jax.core import Tracer
 
 from pergrad import _moments
 from pergrad._errors import ArgumentError
-from pergrad._statistics import Statistic, accumulation_dtype
-from pergrad.optim._base import StatsTransformation, asked, chain, found
+from pergrad._statistics import Per, Statistic, accumulation_dtype, checked_per, wide
+from pergrad.optim._base import StatsTransformation, asked, at, chain, found
 
 Tree = Any
 Number = Any  # a number, or an array of one under optax.inject_hyperparams
@@ -64,7 +64,7 @@ def scale_by_preconditioner(
     initial_second_moment: Number | None = None,
     max_update: Number | None = None,
     floor: Number | None = None,
-    per: int | str = "example",
+    per: Per = "example",
 ) -> StatsTransformation:
     """Momentum, divided by the root of `nu = mean_square * mu^2 + variance * sigma^2`.
 
@@ -87,11 +87,12 @@ def scale_by_preconditioner(
       max_update: no coordinate of the result is larger than this.
       floor: `nu` is at least so many standard errors of the estimate of mu^2, times `mean_square`.
       per: what one unit is, as in `pg.Mean`: gradients of groups of k examples in place of those of
-        examples. `"token"` needs equal weights.
+        examples. `"token"` needs equal weights, and no floor.
 
     It needs the statistics `mean`, `second_moment` and `count`; without the last where both weights are
     the same number, and the mean alone for Adam. A `variance` in `stats` is used in place of
-    `second_moment` where the weights differ: better where the mean is thousands of times the deviation.
+    `second_moment` where the weights differ: better where the mean is thousands of times the deviation,
+    and in bfloat16, which rounds the mean, already where it is ten times that.
     One example has no variance: a batch of one is refused, or under `jit` gives NaN, unless both
     weights are the same or it is Adam.
 
@@ -101,7 +102,7 @@ def scale_by_preconditioner(
     """
     who = "scale_by_preconditioner"
     _check_weights(who, mean_square, variance)
-    _check_per(who, per, mean_square, variance)
+    _check_per(who, per, mean_square, variance, floor)
     is_adam = _is_number(mean_square) and mean_square == 1 and variance == "1/B"
     is_equal = (
         not is_adam and _is_number(mean_square) and _is_number(variance) and mean_square == variance
@@ -116,17 +117,17 @@ def scale_by_preconditioner(
     def second_moment(updates: Tree, given: Any) -> tuple[Tree, Tree | None]:
         """This step's `a mu2 + b sigma2`, and the standard error of its first term."""
         if is_plain and is_adam:
-            return jax.tree.map(lambda g: jnp.square(_wide(g)), updates), None
+            return jax.tree.map(lambda g: jnp.square(wide(g)), updates), None
         if is_plain:
-            square = found(who, "second_moment", given, updates)
+            square = found(who, "second_moment", given, updates, per)
             return jax.tree.map(lambda q: mean_square * q, square), None
-        mean = jax.tree.map(_wide, found(who, "mean", given, updates))
+        mean = jax.tree.map(wide, found(who, "mean", given, updates))
         n = found(who, "count", given, updates) / (1 if isinstance(per, str) else per)
         _check_count(who, n)
         if "variance" in given:
             sigma2 = found(who, "variance", given, updates)
         else:
-            square = found(who, "second_moment", given, updates)
+            square = found(who, "second_moment", given, updates, per)
             sigma2 = jax.tree.map(lambda g, q: _moments.variance(g, q, _like(n, q)), mean, square)
         b = 1 / n if isinstance(variance, str) else variance
 
@@ -142,11 +143,10 @@ def scale_by_preconditioner(
     def init(params: Tree) -> ScaleByPreconditionerState:
         for path, p in jax.tree_util.tree_leaves_with_path(params):
             if jnp.iscomplexobj(p):
-                where = jax.tree_util.keystr(path)
                 raise ArgumentError(
-                    f"{who}: the parameter {where} is complex; split it in two real ones."
+                    f"{who}: a parameter{at(path)} is complex; split it in two real ones."
                 )
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p.dtype)), params)
+        zeros = _wide_zeros(params)
         start = 0 if initial_second_moment is None else initial_second_moment
         return ScaleByPreconditionerState(
             count=jnp.zeros([], jnp.int32),
@@ -210,7 +210,7 @@ def preconditioned_adam(
     initial_second_moment: Number | None = None,
     max_update: Number | None = None,
     floor: Number | None = None,
-    per: int | str = "example",
+    per: Per = "example",
 ) -> StatsTransformation:
     """Adam on the plane of preconditioners: see `scale_by_preconditioner` for all but the following.
 
@@ -245,7 +245,7 @@ def micro_adam(
     nesterov: bool = False,
     initial_second_moment: Number | None = None,
     max_update: Number | None = None,
-    per: int | str = "example",
+    per: Per = "example",
 ) -> StatsTransformation:
     """Adam with the mean of the examples' squared gradients in place of the square of their mean.
 
@@ -276,7 +276,7 @@ def micro_adam_var(
     nesterov: bool = False,
     initial_second_moment: Number | None = None,
     max_update: Number | None = None,
-    per: int | str = "example",
+    per: Per = "example",
 ) -> StatsTransformation:
     """Adam with the variance of the examples' gradients in place of their squared mean.
 
@@ -307,7 +307,7 @@ def micro_adam_msq(
     initial_second_moment: Number | None = None,
     max_update: Number | None = None,
     floor: Number | None = None,
-    per: int | str = "example",
+    per: Per = "example",
 ) -> StatsTransformation:
     """Adam with the squared mean gradient alone, without the noise of the batch.
 
@@ -348,7 +348,7 @@ def scale_by_squared_momentum(
         return ScaleBySquaredMomentumState(
             count=jnp.zeros([], jnp.int32),
             mu=optax.tree.zeros_like(params, dtype=mu_dtype),
-            nu=jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p.dtype)), params),
+            nu=_wide_zeros(params),
         )
 
     def update(
@@ -358,7 +358,7 @@ def scale_by_squared_momentum(
         count = jnp.asarray(optax.safe_increment(state.count))
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = jax.tree.map(
-            lambda m, v: (b2 * v + (1 - b2) * jnp.square(_wide(m)) + eps).astype(v.dtype), mu, state.nu
+            lambda m, v: (b2 * v + (1 - b2) * jnp.square(wide(m)) + eps).astype(v.dtype), mu, state.nu
         )
         out = jax.tree.map(
             lambda g, m, v: (m / jnp.sqrt(v)).astype(g.dtype),
@@ -407,17 +407,20 @@ def _check_weights(who: str, mean_square: Number, variance: Number | str) -> Non
             raise ArgumentError(f"{who}: {name} must be a number of at least 0{also}; not {weight!r}.")
 
 
-def _check_per(who: str, per: Any, mean_square: Number, variance: Number | str) -> None:
+def _check_per(
+    who: str, per: Any, mean_square: Number, variance: Number | str, floor: Number | None
+) -> None:
     if isinstance(per, jax.Array):
         raise ArgumentError(
             f"{who}: per must be known when the program is made. Under optax.inject_hyperparams "
             'name it: static_args="per".'
         )
+    checked_per(per)
     is_equal = _is_number(mean_square) and _is_number(variance) and mean_square == variance
-    if per == "token" and not is_equal:
+    if per == "token" and not (is_equal and floor is None):
         raise ArgumentError(
-            f"{who}: per='token' needs mean_square and variance to be the same number, as in "
-            "micro_adam: how many tokens a parameter has seen is not known."
+            f"{who}: per='token' needs mean_square and variance to be the same number and no floor, as "
+            "in micro_adam: how many tokens a parameter has seen is not known."
         )
 
 
@@ -429,7 +432,7 @@ def _check_count(who: str, n: jax.Array) -> None:
         )
 
 
-def _with_per(statistic: Statistic, per: int | str) -> Statistic:
+def _with_per(statistic: Statistic, per: Per) -> Statistic:
     """The statistic of units, where it depends on what a unit is."""
     is_square = getattr(statistic, "phi", None) is not None
     return dataclasses.replace(statistic, per=per) if is_square else statistic  # type: ignore[call-arg]
@@ -439,8 +442,11 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float))
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(accumulation_dtype(x.dtype))
+def _wide_zeros(params: Tree) -> Tree:
+    """Zeros like the parameters, on the same devices."""
+    return jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=accumulation_dtype(jnp.result_type(p))), params
+    )
 
 
 def _like(n: jax.Array, x: jax.Array) -> jax.Array:
