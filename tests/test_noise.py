@@ -368,16 +368,6 @@ def test_from_the_statistics_of_an_optimizer():
     assert out == pytest.approx(expected)
 
 
-def test_state_can_be_donated():
-    for monitor in (noise.Monitor(signs=True), noise.Monitor(across_steps=True)):
-        stats = pg.grad_stats(linear, monitor.stats)(PARAMS, draw(jax.random.key(0), 12))
-        state = monitor.init(PARAMS)
-        update = jax.jit(lambda state, stats, m=monitor: m.update(stats, state), donate_argnums=0)
-        for _ in range(2):
-            state = update(state, stats)
-        assert math.isfinite(monitor.summary(state)["noise"])
-
-
 def test_curvature_in_the_monitor():
     monitor = noise.Monitor()
     stats = pg.grad_stats(linear, monitor.stats)(PARAMS, draw(jax.random.key(0), 8))
