@@ -133,7 +133,7 @@ def truth_of(case: Case, dtype: str) -> Truth:
     """The truth of a case in float64, from arguments that were rounded to `dtype`."""
 
     def widen(x: Any) -> Any:
-        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return np.asarray(x).astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     args = jax.tree.map(widen, case.make_args(jnp.dtype(dtype)))
     return Truth(*oracle.per_example(case.loss, args, **options(case)))

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 import pergrad as pg
 from tests import oracle
+from tests.cases import array
 from tests.test_composition import batch as some_batch
 from tests.test_composition import close, ensemble, loss, member, normal, params, some_number
 
@@ -224,7 +225,7 @@ def ids(*shape: int, below: int = V) -> Array:
     """Integers of which the first comes again at the end."""
     x = np.random.default_rng(9).integers(below, size=(B, *shape))
     x[:, -1] = x[:, 0]
-    return jnp.asarray(x)
+    return array(x)
 
 
 def mse(y: Array, target: Array) -> Array:
