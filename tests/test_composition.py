@@ -381,7 +381,7 @@ def test_parameters_with_none_and_tuples():
         return jnp.mean(jnp.square(jnp.tanh(x @ p[0]["w"] + p[1][0][None])))
 
     x = normal(3, BATCH, 3)
-    close(pg.grad_stats(fun, ALL)(p, x), expected(p, x, fun))
+    close(jax.jit(pg.grad_stats(fun, ALL))(p, x), expected(p, x, fun))
 
 
 def test_tuple_of_argnums():
