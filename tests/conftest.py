@@ -10,6 +10,7 @@ values of phi that are summed:
 """
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from tests.cases import BATCH, Case
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
+# Traced programs are many small objects, most of which live on.
+gc.set_threshold(50_000)
 
 Tree = Any
 

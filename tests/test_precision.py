@@ -109,9 +109,9 @@ def test_equal_examples_have_no_variance(name, strategy, size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_variance_is_never_negative(strategy, dtype):
     for name, (fun, _) in LOSSES.items():
+        stats_fn = jax.jit(pg.grad_stats(fun, pg.Variance(), strategy=strategy))
         for ratio in (1e1, 1e6):
-            w, batch = make(name, ratio=ratio, size=11, dtype=dtype)
-            result = jax.jit(pg.grad_stats(fun, pg.Variance(), strategy=strategy))(w, batch)
+            result = stats_fn(*make(name, ratio=ratio, size=11, dtype=dtype))
             assert np.all(np.asarray(result) >= 0), (name, ratio)
 
 
@@ -290,11 +290,10 @@ def test_weights_are_counts(name, strategy, size):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), weighted, stats_fn(w, repeated))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_example_of_weight_zero_may_be_anything(name, strategy, size, bad):
+def test_example_of_weight_zero_may_be_anything(name, strategy, size):
     fun, _ = LOSSES[name]
     w, batch = make(name, ratio=3, size=5, dtype=jnp.float64)
     weights = jnp.array([1.0, 0.0, 2.0, 1.0, 0.0])
@@ -306,7 +305,9 @@ def test_example_of_weight_zero_may_be_anything(name, strategy, size, bad):
         "fold": pg.Fold(jnp.zeros_like, jnp.maximum),
     }
     stats_fn = jax.jit(pg.value_and_stats(fun, stats, strategy=strategy, microbatch_size=size))
-    broken = batch | {k: batch[k].at[1].set(bad) for k in "xd"}
-    result, clean = (stats_fn(w, b, example_weights=weights) for b in (broken, batch))
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(result))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), result, clean)
+    clean = stats_fn(w, batch, example_weights=weights)
+    for bad in (np.nan, np.inf):
+        broken = batch | {k: batch[k].at[1].set(bad) for k in "xd"}
+        result = stats_fn(w, broken, example_weights=weights)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(result))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), result, clean)
