@@ -57,16 +57,21 @@ def case(*specs: Tree, **options: Any) -> Callable[[Callable[..., Any]], Callabl
 # Makers: what stands in a case's specs, and is called to make one array.
 
 
+def array(x: Any, dtype: Any = None) -> Array:
+    """As `jnp.asarray`, which compiles a program for each new shape."""
+    return jax.device_put(np.asarray(x, dtype))
+
+
 def rng(name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
 def param(*shape: int, around: float = 0.0) -> Maker:
-    return lambda r, dtype: jnp.asarray(around + 0.5 * r.normal(size=shape), dtype)
+    return lambda r, dtype: array(around + 0.5 * r.normal(size=shape), dtype)
 
 
 def data(*shape: int) -> Maker:
-    return lambda r, dtype: jnp.asarray(r.normal(size=(BATCH, *shape)), dtype)
+    return lambda r, dtype: array(r.normal(size=(BATCH, *shape)), dtype)
 
 
 def ids(vocab: int, *shape: int) -> Maker:
@@ -76,17 +81,17 @@ def ids(vocab: int, *shape: int) -> Maker:
         x = r.integers(vocab, size=(BATCH, *shape))
         if shape:
             x[..., -1] = x[..., 0]
-        return jnp.asarray(x, jnp.int32)
+        return array(x, jnp.int32)
 
     return make
 
 
 def given(*values: float) -> Maker:
-    return lambda r, dtype: jnp.asarray(values, dtype)
+    return lambda r, dtype: array(values, dtype)
 
 
 def step(value: int) -> Maker:
-    return lambda r, dtype: jnp.asarray(value, jnp.int32)
+    return lambda r, dtype: array(value, jnp.int32)
 
 
 def typed_key(r: np.random.Generator, dtype: Any) -> Array:

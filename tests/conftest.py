@@ -10,6 +10,7 @@ values of phi that are summed:
 """
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from tests.cases import BATCH, Case
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
+# Traced programs are many small objects, most of which live on.
+gc.set_threshold(50_000)
 
 Tree = Any
 
@@ -133,7 +136,7 @@ def truth_of(case: Case, dtype: str) -> Truth:
     """The truth of a case in float64, from arguments that were rounded to `dtype`."""
 
     def widen(x: Any) -> Any:
-        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return np.asarray(x).astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     args = jax.tree.map(widen, case.make_args(jnp.dtype(dtype)))
     return Truth(*oracle.per_example(case.loss, args, **options(case)))

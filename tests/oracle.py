@@ -5,11 +5,13 @@ of the library. The reductions are NumPy in float64; `w` holds the example weigh
 and an example of weight 0 is left out before anything is computed from it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Tree = Any
@@ -28,19 +30,32 @@ def per_example(
     """Returns `(values, aux, grads)`, each leaf with an axis of examples in front; aux or None."""
     batched, keys = _positions(batch_argnums, args), _positions(rng_argnums, args)
     num_examples = len(jax.tree.leaves([args[n] for n in sorted(batched)])[0])
-    value_and_grad = jax.jit(jax.value_and_grad(fun, argnums, has_aux=has_aux))
+    value_and_grad = _value_and_grad(fun, argnums, has_aux)
+    examples = {n: jax.tree.map(_as_numpy, args[n]) for n in batched}
+    split = {n: jax.tree.map(lambda key: jax.random.split(key, num_examples), args[n]) for n in keys}
     results = []
     for i in range(num_examples):
         example = list(args)
         for n in batched:
             index = slice(i, i + 1) if keep_batch_dim else i
-            example[n] = jax.tree.map(lambda x, index=index: x[index], args[n])
+            example[n] = jax.tree.map(lambda x, index=index: x[index], examples[n])
         for n in keys:
-            example[n] = jax.tree.map(lambda key, i=i: jax.random.split(key, num_examples)[i], args[n])
+            example[n] = jax.tree.map(lambda x, i=i: x[i], split[n])
         out, grads = value_and_grad(*example)
         value, aux = out if has_aux else (out, None)
         results.append((value, aux, grads))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
+
+
+@functools.lru_cache(maxsize=8)
+def _value_and_grad(fun: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool) -> Any:
+    """Compiled, and kept for those who ask for the truth of one function more than once."""
+    return jax.jit(jax.value_and_grad(fun, argnums, has_aux=has_aux))
+
+
+def _as_numpy(x: Any) -> Any:
+    """As an array of NumPy, of which a part is taken without compiling anything; keys are not one."""
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
 def mean(g: Tree, w: Any = None) -> Tree:

@@ -17,7 +17,7 @@ from pergrad import _price
 from pergrad._compat import name_p, ragged_dot_general_p
 from pergrad._steps import STEPS
 from pergrad.terms import TERMS
-from tests.cases import BATCH, CASES, Case
+from tests.cases import BATCH, CASES, Case, array
 from tests.conftest import ERROR, STATISTICS, assert_agrees, options, truth_of
 
 STRATEGIES = ("auto", "streamed", "materialise", "summed", "factored", "sparse")
@@ -57,13 +57,17 @@ def as_single(case: Case) -> Any:
 def pad(case: Case, args: Any) -> Any:
     """The arguments with NaN for every float of the examples of weight 0."""
     batched = case.batch_argnums if isinstance(case.batch_argnums, tuple) else (case.batch_argnums,)
-    empty = np.flatnonzero(WEIGHTS == 0)
+
+    def leaf(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        x = np.array(x)
+        x[WEIGHTS == 0] = np.nan
+        return array(x)
+
     args = list(args)
     for n in batched:
-        args[n] = jax.tree.map(
-            lambda x: x.at[empty].set(jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-            args[n],
-        )
+        args[n] = jax.tree.map(leaf, args[n])
     return tuple(args)
 
 
@@ -255,8 +259,8 @@ def step_case(step: Any) -> Case:
         r = np.random.default_rng(0)
         like = jax.eval_shape(step, CONSTANT)
         p = {name: jnp.full(like.shape, 0.7, like.dtype) for name in ("products", "outer", "lookup")}
-        x, z, y = (jnp.asarray(r.normal(size=(BATCH, *s))) for s in ((3, 4), (4,), (3, 6)))
-        return p, {"x": x, "z": z, "y": y, "i": jnp.asarray(r.integers(4, size=(BATCH, 3)))}
+        x, z, y = (array(r.normal(size=(BATCH, *s))) for s in ((3, 4), (4,), (3, 6)))
+        return p, {"x": x, "z": z, "y": y, "i": array(r.integers(4, size=(BATCH, 3)))}
 
     return Case("step", loss, make_args)
 

@@ -10,7 +10,7 @@ import pytest
 
 import pergrad as pg
 from tests import oracle
-from tests.cases import CASES
+from tests.cases import CASES, array
 
 DTYPES = [jnp.float64, jnp.float32, jnp.bfloat16]
 
@@ -30,13 +30,13 @@ def line_of(fun, text):
 @pytest.fixture
 def params():
     r = np.random.default_rng(0)
-    return {"w": jnp.asarray(r.normal(size=(3, 4))), "v": jnp.asarray(r.normal(size=(4, 2)))}
+    return {"w": array(r.normal(size=(3, 4))), "v": array(r.normal(size=(4, 2)))}
 
 
 @pytest.fixture
 def batch():
     r = np.random.default_rng(1)
-    return {"x": jnp.asarray(r.normal(size=(6, 3))), "y": jnp.asarray(r.normal(size=(6, 2)))}
+    return {"x": array(r.normal(size=(6, 3))), "y": array(r.normal(size=(6, 2)))}
 
 
 def predict(p, x):
@@ -63,8 +63,8 @@ def test_batch_in_two_arguments_and_a_list_of_argnums():
         return scale * jnp.mean(jnp.square(predict(p, x) - y))
 
     r = np.random.default_rng(0)
-    p = {"w": jnp.asarray(r.normal(size=(3, 4))), "v": jnp.asarray(r.normal(size=(4, 2)))}
-    x, y = jnp.asarray(r.normal(size=(5, 3))), jnp.asarray(r.normal(size=(5, 2)))
+    p = {"w": array(r.normal(size=(3, 4))), "v": array(r.normal(size=(4, 2)))}
+    x, y = array(r.normal(size=(5, 3))), array(r.normal(size=(5, 2)))
     pg.check(fun, 1, batch_argnums=(0, 2))(x, p, y, scale=2.0)
     pg.check(fun, (1,), batch_argnums=(0, -1))(x, p, y, scale=2.0)
 
@@ -165,7 +165,7 @@ def sequences():
     r = np.random.default_rng(2)
     mask = np.arange(7)[None] < np.array([7, 1, 3, 5])[:, None]
     x, y = r.normal(size=(4, 7, 3)), r.normal(size=(4, 7, 2))
-    return {"x": jnp.asarray(x), "y": jnp.asarray(y), "mask": jnp.asarray(mask, float)}
+    return {"x": array(x), "y": array(y), "mask": array(mask, float)}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32], ids=lambda d: d.__name__)

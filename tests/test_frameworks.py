@@ -12,6 +12,7 @@ import pytest
 
 import pergrad as pg
 from tests import oracle, pages
+from tests.cases import array
 from tests.conftest import ERROR, STATISTICS, Truth, assert_agrees
 
 STATS = {name: STATISTICS[name] for name in ("mean", "square", "variance")}
@@ -25,7 +26,7 @@ def frameworks_promote_ranks():
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return array(np.random.default_rng(seed).normal(size=shape))
 
 
 def sequences():
@@ -42,7 +43,7 @@ def squared_error(out, y):
 
 def in_float64(tree):
     def widen(x):
-        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return array(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(widen, tree)
 
@@ -154,7 +155,7 @@ def nnx_convolution_with_running_statistics():
 def linen_loss(net, batch):
     """The loss of a linen module: parameters, examples, other collections, a key."""
     key = jax.random.key(0)
-    state = net.init({"params": key, "dropout": key}, batch[0])
+    state = jax.jit(net.init)({"params": key, "dropout": key}, batch[0])
     params = state.pop("params")
 
     def loss(params, batch, state, key):
@@ -298,7 +299,7 @@ def haiku_loss(forward, batch):
     import haiku as hk
 
     net = hk.transform_with_state(forward)
-    params, state = net.init(jax.random.key(0), batch[0])
+    params, state = jax.jit(net.init)(jax.random.key(0), batch[0])
 
     def loss(params, batch, state, key):
         x, y = batch
@@ -388,7 +389,7 @@ def one_after_the_other(nnx, loss, module, batch):
                 fold = jax.vmap(jax.random.fold_in) if stream.key.shape else jax.random.fold_in
                 next_key = fold(stream.key[...], stream.count[...])
                 stream.key[...] = fold(next_key, jnp.full_like(stream.count[...], i))
-        results.append(run(copy, jax.tree.map(lambda x, i=i: x[i : i + 1], batch)))
+        results.append(run(copy, jax.tree.map(lambda x, i=i: np.asarray(x)[i : i + 1], batch)))
     losses, grads = jax.tree.map(lambda *leaves: np.stack(leaves), *results)
     return Truth(losses, None, grads)
 

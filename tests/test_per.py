@@ -16,6 +16,7 @@ from jax import Array, lax
 
 import pergrad as pg
 from tests import oracle
+from tests.cases import array
 from tests.test_composition import batch as some_batch
 from tests.test_composition import close, ensemble, loss, member, normal, params, some_number
 
@@ -86,7 +87,7 @@ def test_units_of_one_are_examples():
 
 def test_one_group_of_all():
     p, b = params(), batch()
-    result = pg.grad_stats(loss, pg.Mean(jnp.square, per=SIZE))(p, b)
+    result = jax.jit(pg.grad_stats(loss, pg.Mean(jnp.square, per=SIZE)))(p, b)
     close(result, jax.tree.map(jnp.square, jax.grad(loss)(p, b)))
 
 
@@ -224,7 +225,7 @@ def ids(*shape: int, below: int = V) -> Array:
     """Integers of which the first comes again at the end."""
     x = np.random.default_rng(9).integers(below, size=(B, *shape))
     x[:, -1] = x[:, 0]
-    return jnp.asarray(x)
+    return array(x)
 
 
 def mse(y: Array, target: Array) -> Array:
@@ -619,7 +620,7 @@ def test_tokens_of_padding(name):
 
 def test_tokens_without_positions_are_examples():
     m = MODELS["no_positions"]()
-    tokens, examples = pg.grad_stats(m.loss, [statistics("token"), statistics("example")])(
+    tokens, examples = jax.jit(pg.grad_stats(m.loss, [statistics("token"), statistics("example")]))(
         m.params, m.batch
     )
     close(tokens, examples)
@@ -637,9 +638,9 @@ def test_units_side_by_side():
 def test_mean_square_of_one_token_is_larger():
     # By Jensen's inequality; equal only where an example's tokens agree.
     m = MODELS["dense_bias_and_scale"]()
-    token, example = pg.grad_stats(m.loss, [pg.Mean(jnp.square, per=u) for u in ("token", "example")])(
-        m.params, m.batch
-    )
+    token, example = jax.jit(
+        pg.grad_stats(m.loss, [pg.Mean(jnp.square, per=u) for u in ("token", "example")])
+    )(m.params, m.batch)
     for name in m.params:
         assert np.all(token[name] > example[name] * (1 + 1e-6))
 

@@ -21,7 +21,7 @@ from jax import Array, lax
 
 import pergrad as pg
 from tests import oracle
-from tests.cases import layer_norm, over, soft_clip
+from tests.cases import array, layer_norm, over, soft_clip
 from tests.conftest import STATISTICS, UNITS, Truth, assert_agrees
 from tests.whole import Questions
 
@@ -44,16 +44,16 @@ class Parameters:
     def __call__(self, name: str, *shape: int) -> Array:
         if name not in self.values:
             assert self.rng is not None
-            self.values[name] = jnp.asarray(0.6 * self.rng.normal(size=shape))
-        return self.values[name]
+            self.values[name] = 0.6 * self.rng.normal(size=shape)
+        return jnp.asarray(self.values[name])
 
     def shared(self, name: str, *shape: int) -> Array:
         """A parameter made before with these two lengths, whichever way round, or a new one."""
         for value in list(self.values.values()):
             if value.shape == shape:
-                return value
+                return jnp.asarray(value)
             if value.shape == shape[::-1]:
-                return value.T
+                return jnp.asarray(value).T
         return self(name, *shape)
 
 
@@ -407,8 +407,8 @@ class Network:
     def params(self, batch: Tree) -> Tree:
         p = Parameters(seed=self.seed)
         p("unused", 2)
-        self.forward(p, batch)
-        return p.values
+        jax.eval_shape(lambda batch: self.forward(p, batch), batch)  # nothing is compiled
+        return jax.tree.map(array, p.values)
 
 
 @dataclass(frozen=True)
@@ -473,8 +473,8 @@ def make_batch(seed: int, size: int) -> Tree:
     tokens = r.integers(VOCABULARY, size=(size, POSITIONS))
     tokens[:, -1] = tokens[:, 0]  # a token that comes twice
     return {
-        "x": jnp.asarray(r.normal(size=(size, POSITIONS, FEATURES))),
-        "tokens": jnp.asarray(tokens, jnp.int32),
+        "x": array(r.normal(size=(size, POSITIONS, FEATURES))),
+        "tokens": array(tokens, jnp.int32),
     }
 
 
@@ -489,7 +489,7 @@ def make_batch(seed: int, size: int) -> Tree:
 def test_random_program(network: Network, run: Run) -> None:
     batch = make_batch(network.seed, run.size)
     params = network.params(batch)
-    weights = None if run.weights is None else jnp.asarray(run.weights)
+    weights = None if run.weights is None else array(run.weights)
     truth = Truth(*oracle.per_example(network.loss, (params, batch)))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     questions = Questions(truth, paths)

@@ -102,7 +102,7 @@ def test_alone(name):
 
 def test_batch_of_one():
     p, b, v = params(), batch(1), direction()
-    result = pg.grad_stats(loss, ALL)(p, b, direction=v)
+    result = jax.jit(pg.grad_stats(loss, ALL))(p, b, direction=v)
     close(result, expected(grads(b=b), v))
     assert result["norm"].shape == result["dot"].shape == (1,)
     assert result["gram"].shape == (1, 1)
@@ -159,8 +159,8 @@ def test_weights_are_counts():
     weights = jnp.array([2.0, 0.0, 1.0, 3.0, 1.0])
     repeated = jax.tree.map(lambda x: jnp.repeat(x, weights.astype(int), axis=0), b)
     stats = [pg.ClippedMean(C), pg.ClippedMean(C_LEAF, by="leaf")]
-    result = pg.grad_stats(loss, stats)(p, b, example_weights=weights)
-    close(result, pg.grad_stats(loss, stats)(p, repeated))
+    result = jax.jit(pg.grad_stats(loss, stats))(p, b, example_weights=weights)
+    close(result, jax.jit(pg.grad_stats(loss, stats))(p, repeated))
 
 
 # Which parameters.
@@ -207,7 +207,7 @@ def test_two_arguments():
 
         stats = [pg.Norm(), pg.Norm(by="leaf"), pg.Norm(where=where), pg.Gram(), pg.Dot()]
         stats += [pg.ClippedMean(0.5), pg.ClippedMean(0.2, by="leaf")]
-        result = pg.grad_stats(fun, stats, argnums)(*args, direction=v)
+        result = jax.jit(pg.grad_stats(fun, stats, argnums))(*args, direction=v)
         truth = [oracle.norm(g), jax.tree.map(oracle.norm, g), oracle.norm(g[0]), oracle.gram(g)]
         truth += [oracle.dot(g, v), oracle.clipped_mean(g, 0.5)]
         truth += [jax.tree.map(lambda x: oracle.clipped_mean(x, 0.2), g)]
@@ -221,7 +221,7 @@ def test_bare_array():
     w, x = normal(1, 3), normal(2, BATCH, 3)
     g = oracle.per_example(fun, (w, x))[2]
     stats = [pg.Norm(), pg.Norm(by="leaf"), pg.Norm(where=lambda path: path == "args[0]"), pg.Dot()]
-    result = pg.grad_stats(fun, stats)(w, x, direction=w)
+    result = jax.jit(pg.grad_stats(fun, stats))(w, x, direction=w)
     close(result, [oracle.norm(g)] * 3 + [oracle.dot(g, w)])
 
 
@@ -273,7 +273,7 @@ def test_all_gradients_are_zero(strategy):
 def test_unused_parameter():
     p, b = params() | {"unused": normal(8, 2)}, batch()
     stats = [pg.Norm(by="leaf"), pg.ClippedMean(0.2, by="leaf"), pg.Norm()]
-    norms, clipped, norm = pg.grad_stats(loss, stats)(p, b)
+    norms, clipped, norm = jax.jit(pg.grad_stats(loss, stats))(p, b)
     close(norms["unused"], np.zeros(BATCH))
     close(clipped["unused"], np.zeros(2))
     close(norm, oracle.norm(grads()))
@@ -300,14 +300,16 @@ def test_gradient_that_depends_on_no_example():
 def test_bounds_that_clip_nothing(by):
     p, b = params(), batch()
     for max_norm in (float("inf"), 1e6, np.inf, 10**6):
-        result = pg.grad_stats(loss, pg.ClippedMean(max_norm, by=by))(p, b, example_weights=WEIGHTS)
+        result = jax.jit(pg.grad_stats(loss, pg.ClippedMean(max_norm, by=by)))(
+            p, b, example_weights=WEIGHTS
+        )
         close(result, oracle.mean(grads(), WEIGHTS))
 
 
 @pytest.mark.parametrize("by", ["all", "leaf"])
 def test_clipped_gradient_of_one_example_has_that_norm(by):
     p, b = params(), batch(1)
-    clipped = pg.grad_stats(loss, pg.ClippedMean(1e-3, by=by))(p, b)
+    clipped = jax.jit(pg.grad_stats(loss, pg.ClippedMean(1e-3, by=by)))(p, b)
     g = jax.tree.map(lambda x: np.asarray(x)[None], clipped)
     norms = [oracle.norm(g)] if by == "all" else [oracle.norm(x) for x in jax.tree.leaves(g)]
     close(norms, [np.array([1e-3])] * len(norms))
@@ -343,13 +345,13 @@ def test_gradient_that_is_not_finite_is_not_dropped(strategy, size, value):
 def test_direction_of_the_mean_gradient():
     p, b = params(), batch()
     mean = jax.grad(loss)(p, b)
-    dot, gram = pg.grad_stats(loss, [pg.Dot(), pg.Gram()])(p, b, direction=mean)
+    dot, gram = jax.jit(pg.grad_stats(loss, [pg.Dot(), pg.Gram()]))(p, b, direction=mean)
     close(dot, np.mean(gram, axis=1))
 
 
 def test_direction_of_zero():
     p, b = params(), batch()
-    dot = pg.grad_stats(loss, pg.Dot())(p, b, direction=jax.tree.map(jnp.zeros_like, p))
+    dot = jax.jit(pg.grad_stats(loss, pg.Dot()))(p, b, direction=jax.tree.map(jnp.zeros_like, p))
     assert dot.shape == (BATCH,) and np.all(dot == 0)
 
 
@@ -508,7 +510,7 @@ def test_sums_of_many_small_numbers_are_kept_in_float32(strategy):
     w, x = jnp.zeros(4096, jnp.bfloat16), jnp.full((2, 4096), 0.5, jnp.bfloat16)
     stats = [pg.Norm(), pg.Gram(), pg.Dot(), pg.ClippedMean(1.0)]
     v = jnp.full(4096, 0.25, jnp.bfloat16)
-    norm, gram, dot, clipped = pg.grad_stats(fun, stats, strategy=strategy)(w, x, direction=v)
+    norm, gram, dot, clipped = jax.jit(pg.grad_stats(fun, stats, strategy=strategy))(w, x, direction=v)
     close(norm, np.full(2, 32.0))
     close(gram, np.full((2, 2), 1024.0))
     close(dot, np.full(2, 512.0))
@@ -524,7 +526,7 @@ def test_precision_of_each_parameter():
 
     x = normal(2, BATCH, 3).astype(jnp.float32)
     stats = [pg.ClippedMean(0.1), pg.Norm(by="leaf"), pg.Norm(), pg.Gram()]
-    clipped, norms, norm, gram = pg.grad_stats(fun, stats)(p, x)
+    clipped, norms, norm, gram = jax.jit(pg.grad_stats(fun, stats))(p, x)
     assert clipped["half"].dtype == jnp.bfloat16 and clipped["single"].dtype == jnp.float32
     assert {y.dtype for y in jax.tree.leaves([norms, norm, gram])} == {np.dtype("float32")}
 
@@ -564,7 +566,7 @@ def test_same_as_optax():
         transform_fn=clip,
         metrics_fn=norm,
     )(p, b)
-    close(pg.grad_stats(loss, [pg.ClippedMean(C), pg.Norm()])(p, b), [mean, aux.metrics])
+    close(jax.jit(pg.grad_stats(loss, [pg.ClippedMean(C), pg.Norm()]))(p, b), [mean, aux.metrics])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -573,5 +575,5 @@ def test_same_as_jax_privacy():
     p, b = params(), batch()
     clipped_grad = clipping.clipped_grad(loss, l2_clip_norm=C, return_grad_norms=True)
     total, aux = clipped_grad(p, b)
-    mean, norm = pg.grad_stats(loss, [pg.ClippedMean(C), pg.Norm()])(p, b)
+    mean, norm = jax.jit(pg.grad_stats(loss, [pg.ClippedMean(C), pg.Norm()]))(p, b)
     close([jax.tree.map(lambda x: BATCH * x, mean), norm], [total, aux.grad_norms])

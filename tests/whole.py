@@ -21,6 +21,7 @@ import numpy as np
 
 import pergrad as pg
 from tests import oracle
+from tests.cases import array
 from tests.conftest import Truth, assert_within, kept, scales
 
 Tree = Any
@@ -64,7 +65,7 @@ class Questions:
         leaves = [r.normal(size=jnp.shape(x)) for x in jax.tree.leaves(like)]
         length = np.sqrt(sum(np.sum(np.square(x)) for x in leaves))
         leaves = [
-            jnp.asarray(x / length, jnp.result_type(p))
+            array(x / length, jnp.result_type(p))
             for x, p in zip(leaves, jax.tree.leaves(like), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
