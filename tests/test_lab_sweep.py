@@ -1,0 +1,103 @@
+"""Sweeps: what is done is not done again, and no method loses for want of tuning."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pergrad.lab import sweep
+from pergrad.lab.config import Model, Train
+from pergrad.lab.errors import LabError
+from tests import pages
+
+SEEDS = (0, 1, 2)
+ADAM, SIGN = Train(optimizer="adam"), Train(optimizer="sign_ema")
+
+
+def result(loss: float) -> dict[str, Any]:
+    diverged = not math.isfinite(loss)
+    losses = dict.fromkeys(("train_loss", "tune_loss", "test_loss"), None if diverged else loss)
+    return {"steps": 10, "diverged": diverged, **losses}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Runs that are made up: the loss is lowest at a learning rate, and infinite far above it."""
+    done = []
+
+    def run(config: Train, path: Path, cache: Any) -> dict[str, Any]:
+        best = {"adam": 1e-2, "sign_ema": 6.4e-2}[config.optimizer]
+        distance = math.log2(config.learning_rate / best)
+        done.append(config)
+        out = result(math.inf if distance > 3.5 else 1 + distance**2 + 0.01 * config.seed)
+        if out["test_loss"] is not None:
+            out["test_loss"] += 5  # what is reported is not what was tuned on
+        path.mkdir(parents=True)
+        (path / "result.json").write_text(json.dumps(out))
+        return out
+
+    monkeypatch.setattr(sweep, "_run", run)
+    return done
+
+
+def test_the_grid_grows_to_where_the_best_is(runs, tmp_path):
+    tuned = sweep.tune(
+        {"Adam": ADAM, "SignEMA": SIGN},
+        {"Adam": [5e-3, 1e-2, 2e-2], "SignEMA": [1e-2, 2e-2, 4e-2]},
+        SEEDS,
+        tmp_path,
+        extensions=3,
+    )
+    assert tuned["Adam"].method.learning_rate == 1e-2 and not tuned["Adam"].is_on_edge
+    assert sorted(tuned["Adam"].runs) == [5e-3, 1e-2, 2e-2]
+    assert tuned["SignEMA"].method.learning_rate == 8e-2 and not tuned["SignEMA"].is_on_edge
+    assert sorted(tuned["SignEMA"].runs) == [1e-2, 2e-2, 4e-2, 8e-2, 0.16]
+    assert tuned["Adam"].reported == pytest.approx({0: 6, 1: 6.01, 2: 6.02})
+    assert len(runs) == len(set(runs)) == (3 + 5) * 3
+
+
+def test_down_from_where_all_diverge(runs, tmp_path):
+    tuned = sweep.tune({"Adam": ADAM}, {"Adam": [0.4, 0.8]}, SEEDS, tmp_path, extensions=8)["Adam"]
+    assert not tuned.is_on_edge and 5e-3 < tuned.method.learning_rate < 2e-2
+
+
+def test_an_edge_that_is_left_is_told(runs, tmp_path):
+    tuned = sweep.tune({"SignEMA": SIGN}, {"SignEMA": [1e-3, 2e-3]}, SEEDS, tmp_path, extensions=1)
+    assert tuned["SignEMA"].is_on_edge
+
+
+def test_what_is_done_is_not_done_again(runs, tmp_path):
+    wanted = [replace(ADAM, seed=seed) for seed in SEEDS]
+    first = sweep.run_all(wanted[:2], tmp_path)
+    told = []
+    second = sweep.run_all([*wanted, wanted[0]], tmp_path, told=lambda *args: told.append(args))
+    assert runs == wanted and {c: second[c] for c in wanted[:2]} == first
+    assert [(config, done, of) for config, _, done, of in told] == [(wanted[2], 3, 3)]
+
+
+def test_one_learning_rate_is_no_grid(tmp_path):
+    with pytest.raises(LabError, match="Adam"):
+        sweep.tune({"Adam": ADAM}, {"Adam": [1e-2]}, SEEDS, tmp_path)
+
+
+def test_several_processes(tmp_path):
+    (tmp_path / "text").mkdir()
+    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:8]:
+        shutil.copy(file, tmp_path / "text")
+    model = Model(layers=1, width=16, heads=2, context=16)
+    config = Train(data=str(tmp_path / "text"), model=model, batch_size=4, steps=4)
+    wanted = [config, replace(config, learning_rate=0.02)]
+    several = sweep.run_all(wanted, tmp_path / "several", processes=2)
+    with pages.jax_as_for_users():
+        sweep.run_all(wanted[:1], tmp_path / "one")
+    assert set(several) == set(wanted)
+    metrics = [
+        (sweep.directory(tmp_path / n, config) / "metrics.jsonl").read_text() for n in ("several", "one")
+    ]
+    losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in metrics]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert several[config] != several[wanted[1]]
