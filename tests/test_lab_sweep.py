@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pergrad.lab import sweep
+from pergrad.lab import cli, findings, sweep
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from tests import pages
@@ -101,3 +101,66 @@ def test_several_processes(tmp_path):
     losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in metrics]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert several[config] != several[wanted[1]]
+
+
+# The page.
+
+
+def test_a_sweep_and_its_page(tmp_path, capsys):
+    """Real runs, tiny ones, by the command; a second time nothing is run."""
+    (tmp_path / "<script>").mkdir()
+    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:8]:
+        shutil.copy(file, tmp_path / "<script>")
+    options = [
+        "--steps=25",
+        "--batch-size=4",
+        "--model.layers=1",
+        "--model.width=16",
+        "--model.context=16",
+    ]
+    command = ["sweep", f"--out={tmp_path / 'out'}", f"--data={tmp_path / '<script>'}", *options]
+    command += [
+        "--optimizers",
+        "adam",
+        "sign_ema",
+        "--learning-rates",
+        "0.01",
+        "0.02",
+        "--seeds",
+        "0",
+        "1",
+        "2",
+    ]
+    command += ["--processes=1", "--extensions=0"]
+    with pages.jax_as_for_users():
+        assert cli.main(command) == 0
+    first = capsys.readouterr().out
+    assert "12 of 12" in first and "report.html" in first
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "<script>" not in text and "&lt;script&gt;" in text and text.count("data:image/png") == 3
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and {row["method"] for row in rows} == {"adam", "sign_ema"}
+    assert cli.main(command) == 0
+    assert "of 12" not in capsys.readouterr().out
+
+
+def test_verdicts_of_a_page(runs, tmp_path, monkeypatch):
+    """Of runs whose answer is known: SignEMA is worse by 3, whatever the seed."""
+    made = sweep._run
+
+    def run(config, path, cache):
+        out = made(config, path, cache)
+        if config.optimizer == "sign_ema" and out["test_loss"] is not None:
+            out["test_loss"] += 3 + 0.001 * config.seed
+        rows = [{"step": i + 1, "loss": out["train_loss"]} for i in range(config.steps)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return out
+
+    monkeypatch.setattr(sweep, "_run", run)
+    rates = {"Adam": [5e-3, 1e-2, 2e-2], "SignEMA": [3.2e-2, 6.4e-2, 0.128]}
+    tuned = sweep.tune({"Adam": ADAM, "SignEMA": SIGN}, rates, SEEDS, tmp_path)
+    page = findings.page(tuned, tmp_path, title="", command="")
+    (verdict,) = page.sections[1].verdicts
+    assert verdict.answer == "contradicted" and verdict.difference.mean == pytest.approx(3.001)
+    page = findings.page(dict(reversed(tuned.items())), tmp_path, title="", command="")
+    assert page.sections[1].verdicts[0].answer == "supported"

@@ -96,6 +96,7 @@ ORDER = [
     "pergrad.lab.sweep",
     "pergrad.lab.decide",
     "pergrad.lab.report",
+    "pergrad.lab.findings",
     "pergrad.lab.cli",
     "pergrad.lab.__main__",
 ]

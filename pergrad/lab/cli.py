@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +18,8 @@ from rich.text import Text
 
 import pergrad as pg
 from pergrad.lab import config as configs
-from pergrad.lab import optimizers
-from pergrad.lab.config import Train
+from pergrad.lab import decide
+from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.progress import ProgressBar
 
@@ -55,6 +57,63 @@ def train(
     console.print(f"[bold]{directory}[/bold]", soft_wrap=True)
 
 
+def sweep(
+    config: Annotated[Train, Flat],
+    out: Path,
+    optimizers: tuple[OptimizerName, ...] = ("adam", "micro_adam"),
+    learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2),
+    seeds: tuple[int, ...] = (0, 1, 2),
+    processes: int = 2,
+    extensions: int = 3,
+) -> None:
+    """Compare optimizers, each at its own best learning rate, and write a page about it.
+
+    What is done is not run again: a larger sweep into the same directory adds to a smaller one.
+
+    Args:
+        config: what all runs have in common.
+        out: where runs, results and the page are written.
+        optimizers: the methods; the others are compared with the first.
+        learning_rates: the grid to begin with, at least two.
+        seeds: each method runs with all of them.
+        processes: how many runs at a time.
+        extensions: how often a grid may grow where the best value sits on its edge.
+    """
+    from pergrad.lab import findings
+    from pergrad.lab import sweep as sweeps
+
+    console = Console()
+
+    def told(run: Train, result: dict[str, Any], done: int, of: int) -> None:
+        loss = "diverged" if result["diverged"] else f"loss {result['tune_loss']:.3f}"
+        console.print(
+            f"{done} of {of}: {run.optimizer} at {run.learning_rate:g}, seed {run.seed}: {loss}"
+        )
+
+    methods = {name: dataclasses.replace(config, optimizer=name) for name in dict.fromkeys(optimizers)}
+    tuned = sweeps.tune(
+        methods,
+        dict.fromkeys(methods, learning_rates),
+        seeds,
+        out / "runs",
+        processes=processes,
+        extensions=extensions,
+        told=told,
+    )
+    page = findings.write(
+        tuned,
+        out / "runs",
+        out,
+        title="A sweep of optimizers",
+        command="pergrad " + shlex.join(sys.argv[1:]),
+    )
+    for name, own in tuned.items():
+        console.print(
+            f"{name} at {own.method.learning_rate:g}: {decide.estimate(list(own.reported.values()))}"
+        )
+    console.print(f"[bold]{page}[/bold]", soft_wrap=True)
+
+
 def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """Print the plan: which strategy every parameter gets, what it costs and why.
 
@@ -64,19 +123,20 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
             it the lab's own model and Adam's plane are explained.
     """
     if loss is None:
+        from pergrad.lab.optimizers import make
         from pergrad.lab.train import make_problem
 
         config = Train(optimizer="micro_adam")
         problem = make_problem(config)
         args = problem.params, problem.batches[0]
-        print(pg.explain(problem.loss, optimizers.make(config).stats)(*args))
+        print(pg.explain(problem.loss, make(config).stats)(*args))
         return
     function, params, batch = _load(loss)()
     stats = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "norm": pg.Norm()}
     print(pg.explain(function, stats)(params, batch))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"train": train, "explain": explain}
+COMMANDS: dict[str, Callable[..., None]] = {"train": train, "sweep": sweep, "explain": explain}
 
 
 def default_directory(config: Train) -> Path:
