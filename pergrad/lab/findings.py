@@ -87,11 +87,12 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
         verdicts=verdicts,
     )
     seeds = sorted(tuned[first].reported)
+    runs = sum(len(own.runs) for own in tuned.values()) * len(seeds)
     return report.Page(
         title=title,
         question=f"Which of {', '.join(names)} ends with the lowest loss?",
         claim="None was made beforehand: " + "; ".join(v.claim for v in verdicts) + "?",
-        ran=f"{sum(len(t.runs) for t in tuned.values()) * len(seeds)} runs, {len(seeds)} seeds.\n\n    {command}",
+        ran=f"{runs} runs, {len(seeds)} seeds.\n\n    {command}",
         sections=[tuning, result],
         config={
             "seeds": seeds,
