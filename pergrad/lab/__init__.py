@@ -2,8 +2,9 @@
 
 Needs the extra `pergrad[lab]`; nothing else in pergrad imports it. Reading order is running order:
 
-    config  what is asked for        data    text and images without a download
-    model   what is trained          train   one run, in a directory of its own
-    sweep   many runs, fairly tuned  decide  what a difference between runs says
-    report  a page with figures      cli     the command `pergrad`
+    config    what is asked for            data      text and images without a download
+    model     what is trained              train     one run, in a directory of its own (runs)
+    sweep     many runs, fairly tuned      decide    what a difference between runs says
+    report    a page with figures          findings  a sweep as such a page
+    cli       the command `pergrad`
 """
