@@ -160,14 +160,12 @@ def _mean_loss(loss: Any, params: Tree, examples: Any) -> jax.Array:
 
 
 def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: {k: plain(v) for k, v in x.items()}
-        if name == "noise"
-        else x
-        if isinstance(x, int)
-        else plain(x)
-        for name, x in row.items()
-    }
+    def of(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: plain(number) for name, number in x.items()}
+        return x if isinstance(x, int) else plain(x)
+
+    return {name: of(x) for name, x in row.items()}
 
 
 def _until_divergence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,6 +177,7 @@ def _until_divergence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _result(rows: list[dict[str, Any]], config: Train, diverged: bool) -> dict[str, Any]:
     """The end of a run: the mean loss over its last tenth, and the last validation."""
     last = rows[-1]
+    diverged = diverged or last["tune_loss"] is None or last["test_loss"] is None
     tail = [row["loss"] for row in rows[-max(1, config.steps // 10) :]]
     return {
         "steps": last["step"],
