@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 OLDEST_JAX := jax==0.7.0 jaxlib==0.7.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo private-digits mislabelled test test-oldest lint bench clean
+.PHONY: help demo private-digits mislabelled test test-all test-oldest lint bench clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -22,6 +22,9 @@ mislabelled: $(NEWEST)/installed ## find wrong labels by the examples' gradients
 
 test: $(NEWEST)/installed ## run the tests with the newest JAX
 	$(NEWEST)/bin/python -m pytest -n 2
+
+test-all: $(NEWEST)/installed ## run all of the long lists of cases too, which takes a third longer
+	PERGRAD_TESTS=all $(NEWEST)/bin/python -m pytest -n 2
 
 test-oldest: $(OLDEST)/installed ## run the tests with the oldest supported JAX
 	$(OLDEST)/bin/python -m pytest -n 2
