@@ -29,7 +29,9 @@ Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
 def train(
     config: Annotated[Train, Flat], run_dir: Path | None = None, tensorboard: bool = False
 ) -> None:
-    """Train a language model, or go on with an interrupted run: the same command again continues it.
+    """Train a language model.
+
+    The same command again goes on with an interrupted run.
 
     Args:
         config: what to train. run_dir: where the run is written; by default a directory in `runs` that
@@ -115,7 +117,9 @@ def sweep(
 
 
 def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
-    """Print the plan: which strategy every parameter gets, what it costs and why.
+    """Print the plan of a loss.
+
+    Which strategy every parameter gets, what it costs and why.
 
     Args:
         loss: `MODULE:FUNCTION`, a function of no arguments that returns a loss, its parameters and a
