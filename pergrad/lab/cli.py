@@ -34,9 +34,9 @@ def train(
     The same command again goes on with an interrupted run.
 
     Args:
-        config: what to train. run_dir: where the run is written; by default a directory in `runs` that
-        is named after the options. tensorboard: also write event files for TensorBoard into the run's
-        directory.
+        config: what to train.
+        run_dir: where the run is written; by default in `runs`, named after the options.
+        tensorboard: also write event files for TensorBoard into the run's directory.
     """
     from pergrad.lab import events, train  # they load Flax, which `--help` can do without
 
@@ -122,9 +122,7 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     Which strategy every parameter gets, what it costs and why.
 
     Args:
-        loss: `MODULE:FUNCTION`, a function of no arguments that returns a loss, its parameters and a
-        batch. Without
-            it the lab's own model and Adam's plane are explained.
+        loss: `MODULE:FUNCTION`, which returns a loss, parameters and a batch; by default the lab's model.
     """
     if loss is None:
         from pergrad.lab.optimizers import make
