@@ -122,7 +122,7 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     Which strategy every parameter gets, what it costs and why.
 
     Args:
-        loss: `MODULE:FUNCTION`, which returns a loss, parameters and a batch; by default the lab's model.
+        loss: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch; or the lab's model.
     """
     if loss is None:
         from pergrad.lab.optimizers import make
