@@ -61,9 +61,10 @@ class Transformer(nnx.Module):
         self.position = nnx.Embed(config.context, D, dtype=dtype, rngs=rngs)
         if config.scanned:
             make = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=0, out_axes=0)
-            self.blocks: Any = nnx.split_rngs(splits=config.layers)(make)(rngs)
+            self.blocks = nnx.split_rngs(splits=config.layers)(make)(rngs)
         else:
-            self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+            for i in range(config.layers):
+                setattr(self, f"block_{i}", Block(config, rngs))
         self.norm = _norm(config, rngs)
         self.head = None if config.tied else _linear(D, vocabulary, config, rngs)
 
@@ -74,8 +75,8 @@ class Transformer(nnx.Module):
             run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
             x_BTD = run(x_BTD, self.blocks)
         else:
-            for block in self.blocks:
-                x_BTD = block(x_BTD)
+            for i in range(self.config.layers):
+                x_BTD = getattr(self, f"block_{i}")(x_BTD)
         x_BTD = self.norm(x_BTD)
         return self.embed.attend(x_BTD) if self.head is None else self.head(x_BTD)
 
