@@ -29,12 +29,12 @@ import jax.numpy as jnp
 
 from pergrad import _moments
 from pergrad._errors import ArgumentError
+from pergrad._names import Stats, asked, missing, source
 from pergrad._request import ArgNums, as_tuple
-from pergrad._statistics import Count, Fold, Mean, Statistic, weigh, wide
+from pergrad._statistics import Fold, Statistic, weigh, wide
 from pergrad._whole import Norm, Where, added_up
 
 Tree = Any
-Stats = Mapping[str, Any]
 
 
 class SignalNoise(NamedTuple):
@@ -318,15 +318,11 @@ class Monitor:
         In place of `norm` there may be a `variance` or `second_moment`, such as an optimizer asks for;
         without norms there are no outliers.
         """
-        stats: dict[str, Statistic] = {"mean": Mean(), "count": Count()}
+        stats = asked("mean", "count")
         if not self.across_steps:
             stats["norm"] = Norm(by="leaf", where=self.where)
         if self.signs:
-            stats |= {
-                "sign": Mean(jnp.sign),
-                "second_moment": Mean(jnp.square),
-                "sign_factor": SIGN_FACTOR,
-            }
+            stats |= asked("sign", "second_moment") | {"sign_factor": SIGN_FACTOR}
         return stats
 
     def init(self, params: Tree) -> NoiseState:
@@ -469,21 +465,10 @@ def _variance(stats: Stats) -> Tree:
     return jax.tree.map(one, _get(stats, "mean"), _get(stats, "second_moment"))
 
 
-_SOURCES = {
-    "mean": "pg.Mean()",
-    "count": "pg.Count()",
-    "second_moment": "pg.Mean(jnp.square)",
-    "sign": "pg.Mean(jnp.sign)",
-    "sign_factor": "pg.noise.SIGN_FACTOR",
-}
-
-
 def _get(stats: Stats, name: str) -> Any:
     if name not in stats:
-        raise ArgumentError(
-            f"pergrad.noise needs the statistic {name!r}, but has only {', '.join(map(repr, stats))}. "
-            f'Ask for it: pg.value_and_stats(loss, {{..., "{name}": {_SOURCES[name]}}}).'
-        )
+        text = "pg.noise.SIGN_FACTOR" if name == "sign_factor" else source(name)
+        raise missing("pergrad.noise", name, stats, text, "which Monitor.stats does, too.")
     return stats[name]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure as Sheet
 
-from pergrad.lab import report
+from pergrad.lab import figures
 from pergrad.lab.decide import Estimate, compare, estimate
 from pergrad.lab.errors import LabError
 from pergrad.lab.report import Figure, Page, Section, Table, write
@@ -177,10 +177,10 @@ def test_the_same_page_has_the_same_bytes(tmp_path):
 def test_long_tables_and_any_letters(tmp_path):
     words = "Größe σ² 漢字 🙂 \u202eright to left \udcff $x^2 $ \\frac"
     table = Table(words, [f"column {i}" for i in range(60)], [[f"{i}"] * 60 for i in range(1000)])
-    figures = [
-        Figure(words, words, lambda fig: report.bars_with_intervals(fig, {words: estimate([1, 2])}))
+    drawn = [
+        Figure(words, words, lambda fig: figures.bars_with_intervals(fig, {words: estimate([1, 2])}))
     ]
-    page = a_page(words, figures)
+    page = a_page(words, drawn)
     page = dataclasses.replace(page, sections=[*page.sections, Section("", "", tables=[table])])
     parsed = read(write(page, tmp_path))
     assert len(parsed.named("td")) > 60_000
@@ -289,13 +289,13 @@ MAP = [[1.0, 2.0, math.nan], [3.0, 4.0, math.inf]]
 
 def a_map(fig, values=MAP):
     marks = {"best": (1e-4, 0.0), "theory": (3e-4, 0.5)}
-    report.heat_map(fig, X, Y, values, "rate", "mix", label="loss", marks=marks, logx=True)
+    figures.heat_map(fig, X, Y, values, "rate", "mix", label="loss", marks=marks, logx=True)
 
 
 DRAWINGS = {
-    "lines": lambda fig: report.lines_with_bands(fig, CURVES, "step", "loss", logx=True),
-    "rates": lambda fig: report.loss_against_rate(fig, RATES),
-    "bars": lambda fig: report.bars_with_intervals(fig, BEST),
+    "lines": lambda fig: figures.lines_with_bands(fig, CURVES, "step", "loss", logx=True),
+    "rates": lambda fig: figures.loss_against_rate(fig, RATES),
+    "bars": lambda fig: figures.bars_with_intervals(fig, BEST),
     "map": a_map,
 }
 
@@ -328,7 +328,7 @@ def test_lines():
 
 def test_lines_without_bands_or_crosses():
     sheet = Sheet()
-    report.lines_with_bands(sheet, {"x": (STEPS, FALL, FALL, FALL)}, "step", "loss")
+    figures.lines_with_bands(sheet, {"x": (STEPS, FALL, FALL, FALL)}, "step", "loss")
     assert legend_of(sheet.axes[0]) == ["x"]
 
 
@@ -347,7 +347,7 @@ def test_rates():
 
 def test_rates_without_divergence_have_no_strip():
     sheet = Sheet()
-    report.loss_against_rate(sheet, {"SignSGD": RATES["SignSGD"]})
+    figures.loss_against_rate(sheet, {"SignSGD": RATES["SignSGD"]})
     (ax,) = sheet.axes
     assert legend_of(ax) == ["SignSGD\nbest: 2.3 at 0.001", "best rate of a method"]
 
@@ -363,7 +363,7 @@ def test_bars():
 
 def test_a_line_at_no_difference():
     sheet = Sheet()
-    report.bars_with_intervals(sheet, {"a - b": estimate([-0.1, 0.1, 0.15])}, xlabel="difference")
+    figures.bars_with_intervals(sheet, {"a - b": estimate([-0.1, 0.1, 0.15])}, xlabel="difference")
     assert [line for line in sheet.axes[0].lines if list(line.get_xdata()) == [0, 0]]
 
 
@@ -392,7 +392,7 @@ def test_a_method_keeps_its_colour():
     colours_of = []
     for some in (["Adam", "SignSGD"], ["SignSGD"]):
         sheet = Sheet()
-        report.bars_with_intervals(sheet, {name: BEST[name] for name in some}, names=names)
+        figures.bars_with_intervals(sheet, {name: BEST[name] for name in some}, names=names)
         (line,) = [
             line
             for line in sheet.axes[0].lines
@@ -404,9 +404,9 @@ def test_a_method_keeps_its_colour():
 
 def test_methods_differ_in_more_than_colour():
     names = [f"method {i}" for i in range(20)]
-    looks = [tuple(sorted(report._look(name, names).items())) for name in names]
+    looks = [tuple(sorted(figures._look(name, names).items())) for name in names]
     assert len(set(looks)) == 20
-    first = [report._look(name, names) for name in names[:7]]
+    first = [figures._look(name, names) for name in names[:7]]
     assert len({look["color"] for look in first}) == len({look["marker"] for look in first}) == 7
 
 

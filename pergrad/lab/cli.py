@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +15,6 @@ from rich.console import Console
 from rich.text import Text
 
 import pergrad as pg
-from pergrad.lab import config as configs
 from pergrad.lab import decide
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
@@ -38,10 +35,10 @@ def train(
         run_dir: where the run is written; by default in `runs`, named after the options.
         tensorboard: also write event files for TensorBoard into the run's directory.
     """
-    from pergrad.lab import events, train  # they load Flax, which `--help` can do without
+    from pergrad.lab import events, runs, train  # they load Flax, which `--help` can do without
 
     console = Console()
-    directory = run_dir or default_directory(config)
+    directory = run_dir or runs.directory(Path("runs"), config)
     bar = ProgressBar(console)
     try:
         result = train.train(config, directory, bar)
@@ -139,12 +136,6 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
 
 
 COMMANDS: dict[str, Callable[..., None]] = {"train": train, "sweep": sweep, "explain": explain}
-
-
-def default_directory(config: Train) -> Path:
-    """`runs/adam-1a2b3c4d`: equal options, equal directory."""
-    text = json.dumps(configs.to_json(config), sort_keys=True)
-    return Path("runs") / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _load(name: str) -> Callable[[], Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from pergrad.lab.runs import disk_errors
+from pergrad.lab.files import disk_errors
+from pergrad.lab.runs import read_metrics
 
 
 def write(run_dir: Path) -> Path:
@@ -17,8 +17,7 @@ def write(run_dir: Path) -> Path:
         for old in out.glob("events.out.tfevents.*"):
             old.unlink()
         with SummaryWriter(str(out)) as writer:
-            for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-                row = json.loads(line)
+            for row in read_metrics(run_dir):
                 numbers = {name: x for name, x in row.items() if name not in ("step", "noise")}
                 numbers |= {f"noise/{name}": x for name, x in row.get("noise", {}).items()}
                 for name, x in numbers.items():

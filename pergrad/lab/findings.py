@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from pergrad.lab import config as configs
-from pergrad.lab import decide, report, sweep
-from pergrad.lab.runs import disk_errors, versions
+from pergrad.lab import decide, figures, report, sweep
+from pergrad.lab.files import disk_errors
+from pergrad.lab.runs import directory, read_metrics, versions
 from pergrad.lab.sweep import Tuned
 
 SMOOTHED = 20  # points of a curve, each the mean over a twentieth of the run
@@ -64,7 +65,7 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
             report.Figure(
                 "Final loss against learning rate",
                 "On the half of the validation data that chooses.",
-                lambda fig: report.loss_against_rate(fig, by_rate, names=names),
+                lambda fig: figures.loss_against_rate(fig, by_rate, names=names),
             )
         ],
     )
@@ -75,12 +76,12 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
             report.Figure(
                 "Final loss of each method",
                 "At its own best learning rate.",
-                lambda fig: report.bars_with_intervals(fig, best, names=names),
+                lambda fig: figures.bars_with_intervals(fig, best, names=names),
             ),
             report.Figure(
                 "Training loss",
                 "At the best learning rate, over examples seen.",
-                lambda fig: report.lines_with_bands(fig, curves, "examples seen", "loss", names=names),
+                lambda fig: figures.lines_with_bands(fig, curves, "examples seen", "loss", names=names),
             ),
         ],
         tables=[_table(tuned, best)],
@@ -128,9 +129,8 @@ def _curve(own: Tuned, root: Path) -> tuple[Any, Any, Any, Any]:
     """Examples seen, and the mean loss over seeds with its interval, in `SMOOTHED` points."""
     losses = []
     for seed in own.reported:
-        directory = sweep.directory(root, dataclasses.replace(own.method, seed=seed))
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line)["loss"] for line in lines]
+        run = directory(root, dataclasses.replace(own.method, seed=seed))
+        found = [row["loss"] for row in read_metrics(run)]
         padded = [np.nan if x is None else x for x in found] + [np.nan] * (own.method.steps - len(found))
         losses.append([part.mean() for part in np.array_split(np.array(padded, float), SMOOTHED)])
     points = [decide.estimate(list(at)) for at in zip(*losses, strict=True)]

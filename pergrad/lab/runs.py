@@ -20,7 +20,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 
 from pergrad.lab import config as configs
 from pergrad.lab.errors import LabError
+from pergrad.lab.files import disk_errors, replace
 
 VERSIONED = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
 
@@ -49,24 +50,10 @@ def _commit() -> str | None:
         return None
 
 
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """An operating system's complaint (no space, no permission) in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise LabError(f"cannot write to {path}: {error.strerror or error}.") from error
-
-
 def write_json(path: Path, data: Any) -> None:
     """All of it or nothing."""
     with disk_errors(path):
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(data, indent=2) + "\n")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace(path, (json.dumps(data, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
@@ -78,10 +65,21 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl`."""
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
 def plain(x: Any) -> Any:
     """A number that JSON has: None for what is not finite."""
     x = float(x)
     return x if np.isfinite(x) else None
+
+
+def directory(root: Path, config: configs.Train) -> Path:
+    """`root/adam-1a2b3c4d5e`: one for every configuration."""
+    text = json.dumps(configs.to_json(config), sort_keys=True)
+    return root / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 class Run:
@@ -148,8 +146,7 @@ class Run:
     def rows(self) -> list[dict[str, Any]]:
         """The metrics of all steps until now."""
         self._flush()
-        self._metrics.seek(0)
-        return [json.loads(line) for line in self._metrics.read().splitlines()]
+        return read_metrics(self.path)
 
     def log(self, rows: list[dict[str, Any]]) -> None:
         with disk_errors(self.path / "metrics.jsonl"):

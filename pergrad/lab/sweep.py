@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -21,10 +19,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pergrad.lab import config as configs
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.runs import read_json
+from pergrad.lab.runs import directory, read_json
 
 Results = dict[Train, dict[str, Any]]  # what `result.json` has, for every run
 Told = Callable[
@@ -34,12 +31,6 @@ Told = Callable[
 
 def _silent(config: Train, result: dict[str, Any], done: int, of: int) -> None:
     pass
-
-
-def directory(root: Path, config: Train) -> Path:
-    """`root/adam-1a2b3c4d5e`: one for every configuration."""
-    text = json.dumps(configs.to_json(config), sort_keys=True)
-    return root / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told = _silent) -> Results:

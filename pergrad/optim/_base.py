@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._statistics import Count, Mean, Per, Statistic, Variance
-
-Stats = Mapping[str, Any]
-
-
-class Entry(NamedTuple):
-    """A statistic as an optimizer asks for it.
-
-    `source` is the text that makes it. Gradients c g have c ** `degree` times the statistic.
-    """
-
-    statistic: Statistic
-    source: str
-    degree: int
-
-
-# Every name by which an optimizer asks for a statistic.
-VOCABULARY = {
-    "mean": Entry(Mean(), "pg.Mean()", 1),
-    "second_moment": Entry(Mean(jnp.square), "pg.Mean(jnp.square)", 2),
-    "variance": Entry(Variance(), "pg.Variance()", 2),
-    "sign": Entry(Mean(jnp.sign), "pg.Mean(jnp.sign)", 0),
-    "count": Entry(Count(), "pg.Count()", 0),
-}
+from pergrad._names import VOCABULARY, Stats, missing, source
+from pergrad._statistics import Count, Per, Statistic
 
 
 class StatsTransformation(optax.GradientTransformationExtraArgs):
@@ -104,25 +82,14 @@ def chain(*transformations: optax.GradientTransformation) -> StatsTransformation
     return StatsTransformation(*optax.chain(*transformations), stats)
 
 
-def asked(*names: str) -> dict[str, Statistic]:
-    """The dictionary of these statistics."""
-    return {name: VOCABULARY[name].statistic for name in names}
-
-
 def found(who: str, name: str, stats: Stats | None, updates: Any, per: Per = "example") -> Any:
     """The statistic `name`, a tree like `updates`, of which `optax.masked` may have left a part."""
     if stats is None or name not in stats:
-        there = (
-            "there is no stats=" if stats is None else f"stats has only {', '.join(map(repr, stats))}"
-        )
-        source = VOCABULARY[name].source
-        source = source if per == "example" else f"{source[:-1]}, per={per!r})"
-        raise ArgumentError(
-            f"{who} needs the statistic {name!r}, but {there}. Ask for it,\n"
-            f'    stats_fn = pg.value_and_stats(loss, {{..., "{name}": {source}}})\n'
+        then = (
             "(tx.stats has all that is needed), and hand the results on:\n"
             '    updates, state = tx.update(stats["mean"], state, params, stats=stats)'
         )
+        raise missing(who, name, stats, source(name, per), then)
     if isinstance(VOCABULARY[name].statistic, Count):
         return jnp.asarray(stats[name])
     return _aligned(who, name, stats[name], updates)

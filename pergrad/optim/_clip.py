@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
+from pergrad._names import VOCABULARY, asked
 from pergrad._statistics import Mean, Statistic, wide
 from pergrad._whole import ClippedMean
-from pergrad.optim._base import VOCABULARY, StatsTransformation, asked
+from pergrad.optim._base import StatsTransformation
 
 Tree = Any
 

@@ -34,8 +34,9 @@ from jax.core import Tracer
 
 from pergrad import _moments
 from pergrad._errors import ArgumentError
+from pergrad._names import asked
 from pergrad._statistics import Per, Statistic, accumulation_dtype, checked_per, wide
-from pergrad.optim._base import StatsTransformation, asked, at, chain, found
+from pergrad.optim._base import StatsTransformation, at, chain, found
 
 Tree = Any
 Number = Any  # a number, or an array of one under optax.inject_hyperparams
@@ -102,23 +103,19 @@ def scale_by_preconditioner(
     """
     who = "scale_by_preconditioner"
     _check_weights(who, mean_square, variance)
-    _check_per(who, per, mean_square, variance, floor)
-    is_adam = _is_number(mean_square) and mean_square == 1 and variance == "1/B"
-    is_equal = (
-        not is_adam and _is_number(mean_square) and _is_number(variance) and mean_square == variance
-    )
-    is_plain = floor is None and (is_adam or is_equal)
-    if is_plain:
-        stats = asked("mean") if is_adam else asked("mean", "second_moment")
-    else:
-        stats = asked("mean", "second_moment", "count")
-    stats = {name: _with_per(statistic, per) for name, statistic in stats.items()}
+    # Two points of the plane need no estimate: there mu2 and sigma2 add up to gbar^2, or to q.
+    is_known = _is_number(mean_square) and floor is None
+    is_adam = is_known and mean_square == 1 and variance == "1/B"
+    is_equal = is_known and _is_number(variance) and mean_square == variance
+    _check_per(who, per, is_equal)
+    names = ["mean", "second_moment", "count"][: 1 if is_adam else 2 if is_equal else 3]
+    stats = {name: _with_per(statistic, per) for name, statistic in asked(*names).items()}
 
     def second_moment(updates: Tree, given: Any) -> tuple[Tree, Tree | None]:
         """This step's `a mu2 + b sigma2`, and the standard error of its first term."""
-        if is_plain and is_adam:
+        if is_adam:
             return jax.tree.map(lambda g: jnp.square(wide(g)), updates), None
-        if is_plain:
+        if is_equal:
             square = found(who, "second_moment", given, updates, per)
             return jax.tree.map(lambda q: mean_square * q, square), None
         mean = jax.tree.map(wide, found(who, "mean", given, updates))
@@ -192,6 +189,9 @@ def scale_by_preconditioner(
         return out, ScaleByPreconditionerState(count, mu, nu, error)
 
     return StatsTransformation(init, update, stats)
+
+
+# The signatures below are written out, each: `optax.inject_hyperparams` reads them.
 
 
 def preconditioned_adam(
@@ -407,17 +407,14 @@ def _check_weights(who: str, mean_square: Number, variance: Number | str) -> Non
             raise ArgumentError(f"{who}: {name} must be a number of at least 0{also}; not {weight!r}.")
 
 
-def _check_per(
-    who: str, per: Any, mean_square: Number, variance: Number | str, floor: Number | None
-) -> None:
+def _check_per(who: str, per: Any, is_equal: bool) -> None:
     if isinstance(per, jax.Array):
         raise ArgumentError(
             f"{who}: per must be known when the program is made. Under optax.inject_hyperparams "
             'name it: static_args="per".'
         )
     checked_per(per)
-    is_equal = _is_number(mean_square) and _is_number(variance) and mean_square == variance
-    if per == "token" and not (is_equal and floor is None):
+    if per == "token" and not is_equal:
         raise ArgumentError(
             f"{who}: per='token' needs mean_square and variance to be the same number and no floor, as "
             "in micro_adam: how many tokens a parameter has seen is not known."

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad.optim._base import StatsTransformation, asked, found
+from pergrad._names import asked
+from pergrad.optim._base import StatsTransformation, found
 from pergrad.optim._preconditioner import Mask, Number, Tree, stepped
 
 PLACEMENTS = ("examples", "mean", "momentum")
