@@ -29,11 +29,11 @@ Told = Callable[
 ]  # a run that is done, and how many of how many are
 
 
-def _silent(config: Train, result: dict[str, Any], done: int, of: int) -> None:
-    pass
+def silent(config: Train, result: dict[str, Any], done: int, of: int) -> None:
+    """Nobody is told."""
 
 
-def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told = _silent) -> Results:
+def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told = silent) -> Results:
     """Runs what is not done yet, several at a time."""
     runs = list(dict.fromkeys(runs))
     results = {
@@ -112,7 +112,7 @@ def tune(
     *,
     processes: int = 1,
     extensions: int = 3,
-    told: Told = _silent,
+    told: Told = silent,
 ) -> dict[str, Tuned]:
     """Tunes every method's learning rate, beginning with its own `rates`.
 
