@@ -96,11 +96,16 @@ class Train:
     """Steps between noise diagnostics; 0 for none."""
     checkpoint_every: int = 100
     """Steps between checkpoints: what is lost if the run is killed."""
+    keep: int = 2
+    """How many checkpoints are kept, the last ones; 0 for all."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise LabError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.keep < 0 or self.noise_every < 0:
+            name = "keep" if self.keep < 0 else "noise_every"
+            raise LabError(f"{name} must be at least 0, not {getattr(self, name)}.")
         if not 0 <= self.warmup <= 1:
             raise LabError(f"warmup is a part of the steps, from 0 to 1, not {self.warmup}.")
         if not self.learning_rate > 0:

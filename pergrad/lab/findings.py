@@ -25,39 +25,67 @@ SMOOTHED = 20  # points of a curve, each the mean over a twentieth of the run
 
 def write(tuned: Mapping[str, Tuned], root: Path, out: Path, *, title: str, command: str) -> Path:
     """`results.jsonl` with every run, `report.html`, and the figures; returns the path of the page."""
-    rows = [
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(tuned)))
+    return report.write(page(tuned, root, title=title, command=command), out)
+
+
+def rows(tuned: Mapping[str, Tuned]) -> list[dict[str, Any]]:
+    """Every run: its method, learning rate and seed, and how it ended."""
+    return [
         {"method": name, "learning_rate": rate, "seed": seed, **run}
         for name, own in tuned.items()
         for rate, by_seed in own.runs.items()
         for seed, run in by_seed.items()
     ]
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return report.write(page(tuned, root, title=title, command=command), out)
 
 
 def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) -> report.Page:
     first, *others = tuned
-    names = list(tuned)
-    level = decide.level_of_each(max(1, len(others)))
-    verdicts = [
+    verdicts = compare(tuned, [(name, first) for name in others])
+    return report.Page(
+        title=title,
+        question=f"Which of {', '.join(tuned)} ends with the lowest loss?",
+        claim="None was made beforehand: " + "; ".join(v.claim for v in verdicts) + "?",
+        ran=f"{count(tuned)}\n\n    {command}",
+        sections=[tuning(tuned), at_best(tuned, root, verdicts)],
+        config={
+            "seeds": sorted(tuned[first].reported),
+            "versions": versions(),
+            "methods": {name: configs.to_json(own.method) for name, own in tuned.items()},
+        },
+    )
+
+
+def count(tuned: Mapping[str, Tuned]) -> str:
+    """How many runs there were, in words."""
+    seeds = max(len(own.reported) for own in tuned.values())
+    return f"{len(rows(tuned))} runs, {seeds} seeds."
+
+
+def compare(tuned: Mapping[str, Tuned], pairs: Sequence[tuple[str, str]]) -> list[decide.Verdict]:
+    """Whether the first of each pair ends below the second; all pairs share the level."""
+    level = decide.level_of_each(max(1, len(pairs)))
+    return [
         decide.compare(
-            f"{name} ends below {first}",
-            tuned[name].reported,
-            tuned[first].reported,
+            f"{low} ends below {high}",
+            tuned[low].reported,
+            tuned[high].reported,
             level=level,
-            names=(name, first),
+            names=(low, high),
         )
-        for name in others
+        for low, high in pairs
     ]
+
+
+def tuning(tuned: Mapping[str, Tuned]) -> report.Section:
+    """Which learning rates were tried, and how they did."""
     by_rate = {
         name: {rate: _estimate(runs.values(), "tune_loss") for rate, runs in own.runs.items()}
         for name, own in tuned.items()
     }
-    best = {name: decide.estimate(list(own.reported.values())) for name, own in tuned.items()}
-    curves = {name: _curve(own, root) for name, own in tuned.items()}
-    tuning = report.Section(
+    return report.Section(
         "Learning rates",
         "A method has the learning rate with the lowest mean loss on one half of the validation data. "
         + _edges(tuned),
@@ -65,11 +93,20 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
             report.Figure(
                 "Final loss against learning rate",
                 "On the half of the validation data that chooses.",
-                lambda fig: figures.loss_against_rate(fig, by_rate, names=names),
+                lambda fig: figures.loss_against_rate(fig, by_rate, names=list(tuned)),
             )
         ],
     )
-    result = report.Section(
+
+
+def at_best(
+    tuned: Mapping[str, Tuned], root: Path, verdicts: Sequence[decide.Verdict]
+) -> report.Section:
+    """How each method ended at the learning rate that was chosen for it."""
+    names = list(tuned)
+    best = {name: decide.estimate(list(own.reported.values())) for name, own in tuned.items()}
+    curves = {name: curve(own.method, chosen(own, root)) for name, own in tuned.items()}
+    return report.Section(
         "Each at its best",
         "Losses on the other half of the validation data, which chose nothing.",
         figures=[
@@ -86,20 +123,6 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
         ],
         tables=[_table(tuned, best)],
         verdicts=verdicts,
-    )
-    seeds = sorted(tuned[first].reported)
-    runs = sum(len(own.runs) for own in tuned.values()) * len(seeds)
-    return report.Page(
-        title=title,
-        question=f"Which of {', '.join(names)} ends with the lowest loss?",
-        claim="None was made beforehand: " + "; ".join(v.claim for v in verdicts) + "?",
-        ran=f"{runs} runs, {len(seeds)} seeds.\n\n    {command}",
-        sections=[tuning, result],
-        config={
-            "seeds": seeds,
-            "versions": versions(),
-            "methods": {name: configs.to_json(own.method) for name, own in tuned.items()},
-        },
     )
 
 
@@ -125,15 +148,20 @@ def _table(tuned: Mapping[str, Tuned], best: Mapping[str, decide.Estimate]) -> r
     return report.Table("Methods", ["method", "learning rate", "final loss", "runs that diverged"], rows)
 
 
-def _curve(own: Tuned, root: Path) -> tuple[Any, Any, Any, Any]:
-    """Examples seen, and the mean loss over seeds with its interval, in `SMOOTHED` points."""
+def chosen(own: Tuned, root: Path) -> list[Path]:
+    """The directories of the runs at the chosen learning rate, one for each seed."""
+    return [directory(root, dataclasses.replace(own.method, seed=seed)) for seed in own.reported]
+
+
+def curve(config: configs.Train, runs: Sequence[Path]) -> tuple[Any, Any, Any, Any]:
+    """Examples seen, and the mean loss over runs with its interval, in `SMOOTHED` points."""
+    parts = min(SMOOTHED, config.steps)
     losses = []
-    for seed in own.reported:
-        run = directory(root, dataclasses.replace(own.method, seed=seed))
+    for run in runs:
         found = [row["loss"] for row in read_metrics(run)]
-        padded = [np.nan if x is None else x for x in found] + [np.nan] * (own.method.steps - len(found))
-        losses.append([part.mean() for part in np.array_split(np.array(padded, float), SMOOTHED)])
+        padded = [np.nan if x is None else x for x in found] + [np.nan] * (config.steps - len(found))
+        losses.append([part.mean() for part in np.array_split(np.array(padded, float), parts)])
     points = [decide.estimate(list(at)) for at in zip(*losses, strict=True)]
-    ends = np.cumsum([len(part) for part in np.array_split(np.arange(own.method.steps), SMOOTHED)])
+    ends = np.cumsum([len(part) for part in np.array_split(np.arange(config.steps), parts)])
     columns = np.array([[p.mean, p.low, p.high] for p in points]).T
-    return ends * own.method.batch_size, *columns
+    return ends * config.batch_size, *columns

@@ -1,9 +1,9 @@
 """A run's directory: what was asked, what came out, and where to go on.
 
-    config.json     the configuration, the data's digest, versions and commit; written before the first
-    step metrics.jsonl   one object a step; no times, so that it is the same whenever it is made
-    checkpoints/    parameters, states and keys after some steps result.json     the end of a finished
-    run
+    config.json     the configuration, the data's digest, versions and commit, before the first step
+    metrics.jsonl   one object a step; no times, so that it is the same whenever it is made
+    checkpoints/    parameters, states and keys after some steps
+    result.json     the end of a finished run
 
 A step's metrics are on disk before a checkpoint of it is, so going on from the last checkpoint means to
 cut `metrics.jsonl` after its step. Files are written under another name and moved into place: whatever
@@ -114,7 +114,7 @@ class Run:
         with disk_errors(path):
             self._metrics = opened.enter_context((path / "metrics.jsonl").open("a+b"))
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=2, create=True, enable_async_checkpointing=False
+                max_to_keep=self.config.keep or None, create=True, enable_async_checkpointing=False
             )
             manager = ocp.CheckpointManager((path / "checkpoints").resolve(), options=options)
             self._checkpoints = opened.enter_context(contextlib.closing(manager))
@@ -166,16 +166,22 @@ class Run:
             )
             self._checkpoints.wait_until_finished()
 
+    @property
+    def saved(self) -> list[int]:
+        """The steps of which there are checkpoints."""
+        return sorted(self._checkpoints.all_steps())
+
     def restore(self, like: Any) -> tuple[int, Any]:
         """The number of steps done and the state after them; metrics of later steps are cut off."""
         step = self._checkpoints.latest_step()
         state = like
         if step is not None:
-            state = self._read(step, like)
+            state = self.read(step, like)
         self._cut_metrics(step or 0)
         return step or 0, state
 
-    def _read(self, step: int, like: Any) -> Any:
+    def read(self, step: int, like: Any) -> Any:
+        """The state after so many steps, from its checkpoint."""
         leaves, tree = jax.tree.flatten(like)
         wanted = {str(i): _storable(x) for i, x in enumerate(leaves)}
         where = self.path / "checkpoints" / str(step)

@@ -110,6 +110,7 @@ def tune(
     seeds: Sequence[int],
     root: Path,
     *,
+    tuning_seeds: int | None = None,
     processes: int = 1,
     extensions: int = 3,
     told: Told = silent,
@@ -117,8 +118,10 @@ def tune(
     """Tunes every method's learning rate, beginning with its own `rates`.
 
     The grid grows at most `extensions` times at an end, by its own ratio. `is_on_edge` says if that was
-    not enough.
+    not enough. With `tuning_seeds` only so many of the seeds choose: the others run at the chosen
+    learning rate alone.
     """
+    choosing = seeds[:tuning_seeds]
     grids = {name: sorted(set(rates[name])) for name in methods}
     if short := [name for name, grid in grids.items() if len(grid) < 2]:
         raise LabError(f"{short[0]} needs at least two learning rates, to know where to look further.")
@@ -127,14 +130,31 @@ def tune(
             dataclasses.replace(method, learning_rate=rate, seed=seed)
             for name, method in methods.items()
             for rate in grids[name]
-            for seed in seeds
+            for seed in choosing
         ]
         results = run_all(wanted, root, processes=processes, told=told)
-        tuned = {name: _choose(method, grids[name], seeds, results) for name, method in methods.items()}
+        tuned = {
+            name: _choose(method, grids[name], choosing, results) for name, method in methods.items()
+        }
         if extensions == 0 or not any(t.is_on_edge for t in tuned.values()):
-            return tuned
+            break
         grids = {name: _extended(grids[name], t) for name, t in tuned.items()}
         extensions -= 1
+    if choosing == seeds:
+        return tuned
+    chosen = {
+        name: {seed: dataclasses.replace(t.method, seed=seed) for seed in seeds}
+        for name, t in tuned.items()
+    }
+    wanted += [config for by_seed in chosen.values() for config in by_seed.values()]
+    results = run_all(wanted, root, processes=processes, told=told)
+    return {
+        name: Tuned(
+            t.method,
+            {**t.runs, t.method.learning_rate: {s: results[c] for s, c in chosen[name].items()}},
+        )
+        for name, t in tuned.items()
+    }
 
 
 def _choose(method: Train, grid: Sequence[float], seeds: Sequence[int], results: Results) -> Tuned:

@@ -6,6 +6,7 @@ are looked up by the number of the step, so the number of the step is the positi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -100,47 +101,27 @@ def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[
     with Run(run_dir, config, problem.digest, problem.name) as run:
         if run.result is not None:
             return run.result
-        tx = optimizers.make(config)
-        monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
-        options: Any = {"microbatch_size": config.microbatch_size}
-        stats_fn = pg.value_and_stats(problem.loss, tx.stats, **options)
-        noise_fn = pg.grad_stats(problem.loss, monitor.stats, **options)
-        validate = jax.jit(functools.partial(_mean_loss, problem.loss))
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def step_fn(state: State, batch: Any, rate: Any) -> tuple[State, dict[str, jax.Array]]:
-            value, stats = stats_fn(state.params, batch)
-            updates, optimizer = tx.update(stats["mean"], state.optimizer, state.params, stats=stats)
-            updates = jax.tree.map(lambda u: rate * u, updates)
-            params = optax.apply_updates(state.params, updates)
-            metrics = {"loss": value, "gradient_norm": optax.tree.norm(stats["mean"])}
-            return state._replace(params=params, optimizer=optimizer), metrics
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def noise_step(state: State, batch: Any) -> State:
-            return state._replace(noise=monitor.update(noise_fn(state.params, batch), state.noise))
-
-        params = problem.params
-        start = State(params, tx.init(params), monitor.init(params), jax.random.key(config.seed))
-        done, state = run.restore(start)
-        explained = pg.explain(problem.loss, tx.stats, **options)
+        program = _program(_without_numbers(config), problem.digest)
+        tx, monitor, params = program.tx, program.monitor, problem.params
+        done, state = run.restore(_start(config, program, params))
+        explained = pg.explain(problem.loss, tx.stats, microbatch_size=config.microbatch_size)
         observer.start(config, done, lambda: explained(params, problem.batches[0]))
 
         waiting: list[dict[str, Any]] = []
         diverged = False
         while done < config.steps and not diverged:
             batch, rate = problem.batches[done], optimizers.learning_rate(config, done)
-            state, metrics = step_fn(state, batch, rate)
+            state, metrics = program.step(state, batch, rate)
             done += 1
             row = {"step": done, **metrics, "learning_rate": rate, "examples": done * config.batch_size}
             if config.noise_every and done % config.noise_every == 0:
-                state = noise_step(state, batch)
+                state = program.noise(state, batch)
                 row["noise"] = monitor.summary(state.noise)
             is_checkpoint = done % config.checkpoint_every == 0
             is_validated = done % config.validate_every == 0 or done == config.steps
             if is_validated:
                 halves = {"tune_loss": problem.tune, "test_loss": problem.test}
-                row |= {name: validate(state.params, part) for name, part in halves.items()}
+                row |= {name: program.validate(state.params, part) for name, part in halves.items()}
             waiting.append(row)
             if is_checkpoint or is_validated or len(waiting) == FETCHED:
                 rows, waiting = _until_divergence([_plain_row(row) for row in waiting]), []
@@ -153,6 +134,68 @@ def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[
         result = _result(run.rows(), config, diverged)
         run.finish(result)
         return result
+
+
+def parameters(config: Train, run_dir: Path) -> dict[int, Tree]:
+    """The parameters of a run's checkpoints, by step."""
+    problem = make_problem(config)
+    with Run(run_dir, config, problem.digest, problem.name) as run:
+        program = _program(_without_numbers(config), problem.digest)
+        start = _start(config, program, problem.params)
+        return {step: run.read(step, start).params for step in run.saved}
+
+
+class _Program(NamedTuple):
+    """An optimizer and what is compiled with it."""
+
+    tx: pg.optim.StatsTransformation
+    monitor: pg.noise.Monitor
+    step: Callable[[State, Any, Any], tuple[State, dict[str, jax.Array]]]
+    noise: Callable[[State, Any], State]
+    validate: Callable[[Tree, Any], jax.Array]
+
+
+def _without_numbers(config: Train) -> Train:
+    """The same for all runs that are one program: a sweep compiles it once in each process."""
+    anything = {"learning_rate": 1.0, "seed": 0, "steps": 1, "warmup": 0.0}
+    never = dict.fromkeys(("validate_every", "noise_every", "checkpoint_every", "keep"), 1)
+    return dataclasses.replace(config, **anything, **never)
+
+
+@functools.lru_cache(maxsize=4)
+def _program(config: Train, data_digest: str) -> _Program:
+    """Everything that runs on the device; `data_digest` is there to tell data of the same name apart."""
+    loss = make_problem(config).loss
+    tx = optimizers.make(config)
+    monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
+    options: Any = {"microbatch_size": config.microbatch_size}
+    stats_fn = pg.value_and_stats(loss, tx.stats, **options)
+    noise_fn = pg.grad_stats(loss, monitor.stats, **options)
+
+    def step(state: State, batch: Any, rate: Any) -> tuple[State, dict[str, jax.Array]]:
+        value, stats = stats_fn(state.params, batch)
+        updates, optimizer = tx.update(stats["mean"], state.optimizer, state.params, stats=stats)
+        updates = jax.tree.map(lambda u: rate * u, updates)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": value, "gradient_norm": optax.tree.norm(stats["mean"])}
+        return state._replace(params=params, optimizer=optimizer), metrics
+
+    def noise(state: State, batch: Any) -> State:
+        return state._replace(noise=monitor.update(noise_fn(state.params, batch), state.noise))
+
+    return _Program(
+        tx,
+        monitor,
+        jax.jit(step, donate_argnums=0),
+        jax.jit(noise, donate_argnums=0),
+        jax.jit(functools.partial(_mean_loss, loss)),
+    )
+
+
+def _start(config: Train, program: _Program, params: Tree) -> State:
+    return State(
+        params, program.tx.init(params), program.monitor.init(params), jax.random.key(config.seed)
+    )
 
 
 def _mean_loss(loss: Any, params: Tree, examples: Any) -> jax.Array:
