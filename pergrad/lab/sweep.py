@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import multiprocessing
 import os
@@ -45,10 +46,8 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
             results[config] = _run(config, directory(root, config), None)
             told(config, results[config], len(results), len(runs))
         return results
-    # Fresh processes: JAX does not survive a fork. They share what one of them has compiled.
-    with concurrent.futures.ProcessPoolExecutor(
-        min(processes, max(1, len(waiting))), mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
+    if waiting:
+        pool = _workers(processes)
         cache = str((root / ".compiled").resolve())
         futures = {pool.submit(_run, c, directory(root, c), cache): c for c in waiting}
         try:
@@ -57,9 +56,18 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
                 results[config] = future.result()
                 told(config, results[config], len(results), len(runs))
         except BaseException:
+            _workers.cache_clear()
             pool.shutdown(cancel_futures=True)
             raise
     return results
+
+
+@functools.lru_cache(maxsize=1)
+def _workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Fresh processes, for JAX does not survive a fork; they stay, with what they have compiled."""
+    return concurrent.futures.ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("spawn")
+    )
 
 
 def finished(path: Path) -> dict[str, Any] | None:

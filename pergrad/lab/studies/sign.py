@@ -1,0 +1,312 @@
+"""Where the sign is taken: of every example's gradient, of the batch's mean, or of the momentum."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pergrad as pg
+from pergrad.lab import decide, figures, findings, report, sweep
+from pergrad.lab.config import Model, Train
+from pergrad.lab.runs import directory
+from pergrad.lab.studies import _layers
+from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.train import make_problem, parameters
+
+MICRO, MEAN, LATE = "MicroSign", "Sign", "SignEMA"  # the earliest first
+CLAIMS = ((MEAN, MICRO), (LATE, MEAN))
+LOOKED_AT = ("all", "embedding", "head")  # the groups whose signal must fall when signs are taken
+AT_A_TIME = 64  # examples that go through the model at a time when a run is looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """How much: the first `tuning_seeds` seeds choose learning rates, from grids of a factor of 2.
+
+    `looks` times in each of the first `looked_seeds` runs of SignEMA the signs of `examples` examples
+    are looked at.
+    """
+
+    base: Train
+    seeds: int
+    tuning_seeds: int
+    rates: Mapping[str, tuple[float, ...]]
+    looks: int
+    looked_seeds: int
+    examples: int
+    extensions: int = 2
+
+
+_SMALL = Model(layers=2, width=32, heads=4, context=32)
+_RATES = {
+    MICRO: (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
+    MEAN: (4e-3, 8e-3, 1.6e-2, 3.2e-2),
+    LATE: (1e-3, 2e-3, 4e-3, 8e-3),
+}
+PRESETS = {
+    "demo": Preset(
+        Train(model=_SMALL, steps=300, validate_every=300, checkpoint_every=300),
+        seeds=4,
+        tuning_seeds=1,
+        rates={
+            MICRO: (8e-3, 1.6e-2, 3.2e-2),
+            MEAN: (8e-3, 1.6e-2, 3.2e-2),
+            LATE: (1e-3, 2e-3, 4e-3),
+        },
+        looks=2,
+        looked_seeds=3,
+        examples=512,
+        extensions=1,
+    ),
+    "quick": Preset(
+        Train(model=_SMALL, steps=2000, validate_every=500, checkpoint_every=500),
+        seeds=8,
+        tuning_seeds=3,
+        rates=_RATES,
+        looks=5,
+        looked_seeds=3,
+        examples=2048,
+    ),
+    "full": Preset(
+        Train(
+            model=Model(layers=4, width=128, heads=4, context=128),
+            steps=10_000,
+            validate_every=1000,
+            checkpoint_every=1000,
+        ),
+        seeds=5,
+        tuning_seeds=2,
+        rates={name: tuple(rate / 4 for rate in rates) for name, rates in _RATES.items()},
+        looks=10,
+        looked_seeds=3,
+        examples=4096,
+    ),
+}
+
+
+def run(preset: Preset, lab: Lab) -> Outcome:
+    methods = {
+        MICRO: dataclasses.replace(preset.base, optimizer="micro_sign_sgd"),
+        MEAN: dataclasses.replace(preset.base, optimizer="sign_sgd"),
+        LATE: dataclasses.replace(preset.base, optimizer="sign_ema"),
+    }
+    tuned = sweep.tune(
+        methods,
+        preset.rates,
+        range(preset.seeds),
+        lab.runs,
+        tuning_seeds=preset.tuning_seeds,
+        processes=lab.processes,
+        extensions=preset.extensions,
+        told=lab.told,
+    )
+    looks = _look(preset, tuned[LATE].method, lab)
+    verdicts = findings.compare(tuned, CLAIMS)
+    sections = [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned), _kept(looks)]
+    sections.append(_disagreement(looks))
+    return Outcome(
+        f"{findings.count(tuned)} {preset.base.steps} steps of {preset.base.batch_size} examples. Signs "
+        f"were looked at in {preset.looked_seeds} runs of {LATE}, {preset.looks} times each, with "
+        f"{preset.examples} examples.",
+        sections,
+        [*findings.rows(tuned), *looks],
+    )
+
+
+def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
+    """For each seed, step and layer: signal and noise before and after the sign, and disagreements."""
+    every = best.steps // preset.looks
+    runs = [
+        dataclasses.replace(best, seed=seed, checkpoint_every=every, validate_every=best.steps, keep=0)
+        for seed in range(preset.looked_seeds)
+    ]
+    sweep.run_all(runs, lab.runs, processes=lab.processes, told=lab.told)
+    problem = make_problem(dataclasses.replace(best, batch_size=preset.examples))
+    stats_fn = jax.jit(
+        pg.grad_stats(
+            problem.loss,
+            {
+                "mean": pg.Mean(),
+                "second_moment": pg.Mean(pg.power(2)),
+                "sign": pg.Mean(jnp.sign),
+                "nonzero": pg.Mean(lambda g: (g != 0).astype(g.dtype)),
+                "sign_factor": pg.noise.SIGN_FACTOR,
+                "count": pg.Count(),
+            },
+            microbatch_size=min(AT_A_TIME, preset.examples),
+        )
+    )
+    out: list[dict[str, Any]] = []
+    for config in runs:
+        for step, params in parameters(config, directory(lab.runs, config)).items():
+            lab.say(f"the signs of {preset.examples} examples, seed {config.seed}, step {step}")
+            out += [
+                {"seed": config.seed, "step": step} | row
+                for row in measure(stats_fn(params, problem.batches[step]))
+            ]
+    return out
+
+
+def measure(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What signs keep, in each layer, from statistics of one batch.
+
+    Signs have a mean and a variance like any other numbers, so their signal and noise are estimated by
+    the same formulas. `factor` is 2 f(0) sigma, what a coordinate's sign is expected to keep.
+    """
+    signs = {"mean": stats["sign"], "second_moment": stats["nonzero"], "count": stats["count"]}
+    gradient = {name: stats[name] for name in ("mean", "second_moment", "count")}
+    before, after = pg.noise.by_layer(gradient), pg.noise.by_layer(signs)
+    disagree = pg.noise.sign_disagreement({**gradient, "sign": stats["sign"]})
+    factors = {
+        jax.tree_util.keystr(path): jnp.mean(x, where=jnp.isfinite(x))
+        for path, x in jax.tree_util.tree_leaves_with_path(stats["sign_factor"])
+    }
+    return [
+        {
+            "layer": path,
+            "before": [float(before[path].signal), float(before[path].noise)],
+            "after": [float(after[path].signal), float(after[path].noise)],
+            "factor": float(factors[path]),
+            "disagree": float(disagree[path][0]),
+            "sure": float(disagree[path][1]),
+        }
+        for path in before
+    ]
+
+
+def _kept(looks: list[dict[str, Any]]) -> report.Section:
+    """Signal to noise before and after the sign."""
+    seeds = sorted({row["seed"] for row in looks})
+    steps = sorted({row["step"] for row in looks})
+    of = functools.partial(_snr, looks)
+    level = decide.level_of_each(len(LOOKED_AT))
+    verdicts = [
+        decide.compare(
+            f"signs have a lower signal-to-noise ratio than gradients ({name})",
+            {seed: of("after", name, seed) for seed in seeds},
+            {seed: of("before", name, seed) for seed in seeds},
+            level=level,
+            names=("signs", "gradients"),
+        )
+        for name in LOOKED_AT
+    ]
+    bars = {
+        f"{name}, {what}": decide.estimate([of(key, name, seed) for seed in seeds])
+        for name in (*_layers.GROUPS, "all")
+        for key, what in (("before", "gradients"), ("after", "signs"))
+    }
+    points = {
+        what: [decide.estimate([of(key, "all", seed, step) for seed in seeds]) for step in steps]
+        for key, what in (("before", "gradients"), ("after", "signs"))
+    }
+    curves = {
+        name: (steps, *np.array([[e.mean, e.low, e.high] for e in at]).T) for name, at in points.items()
+    }
+    layers = list(dict.fromkeys(row["layer"] for row in looks))
+    rows = [
+        [
+            _layers.short(layer),
+            f"{_snr_of(own, 'before'):.4f}",
+            f"{_snr_of(own, 'after'):.4f}",
+            f"{_snr_of(own, 'after') / max(_snr_of(own, 'before'), 1e-12):.2f}",
+            f"{np.nanmean([row['factor'] for row in own]):.2f}",
+        ]
+        for layer in layers
+        for own in [[row for row in looks if row["layer"] == layer]]
+    ]
+    return report.Section(
+        "Signal and noise before and after the sign",
+        "The signal-to-noise ratio |mu| / sqrt(tr Sigma) of one example's gradient, and of its signs: "
+        "means over seeds, signal and noise added up over the steps looked at. A layer's ratio before "
+        "the sign counts coordinates with large gradients for more, after it all for the same, so it "
+        "may rise although every coordinate loses. What a coordinate's sign is expected to keep of its "
+        "own ratio is 2 f(0) sigma, with f the density of its gradient: 0.80 if Gaussian.",
+        figures=[
+            report.Figure(
+                "Signal-to-noise ratio of one example, by group of layers",
+                "Of gradients and of their signs, with intervals over seeds.",
+                lambda fig: figures.bars_with_intervals(
+                    fig, bars, xlabel="signal-to-noise ratio, mean and 95% interval over seeds"
+                ),
+            ),
+            report.Figure(
+                "Signal-to-noise ratio over training",
+                "Of the whole gradient and of its signs.",
+                lambda fig: figures.lines_with_bands(fig, curves, "step", "signal-to-noise ratio"),
+            ),
+        ],
+        tables=[
+            report.Table(
+                "Layers",
+                ["layer", "gradients", "signs", "kept", "expected of a coordinate"],
+                rows,
+            )
+        ],
+        verdicts=verdicts,
+    )
+
+
+def _snr(looks: list[dict[str, Any]], key: str, group: str, seed: int, step: int | None = None) -> float:
+    """|mu| / sqrt(tr Sigma) of a group of layers: both are summed before they are divided."""
+    return _snr_of(
+        [
+            row
+            for row in looks
+            if row["seed"] == seed
+            and (step is None or row["step"] == step)
+            and group in ("all", _layers.group(row["layer"]))
+        ],
+        key,
+    )
+
+
+def _snr_of(rows: list[dict[str, Any]], key: str) -> float:
+    signal, noise = np.sum([row[key] for row in rows], axis=0)
+    return float(np.sqrt(max(signal, 0) / noise)) if noise > 0 else 0.0
+
+
+def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
+    """Where the mean of the signs points the other way than the mean."""
+    everywhere = sum(row["disagree"] for row in looks)
+    rows = []
+    for name in (*_layers.GROUPS, "all"):
+        own = [row for row in looks if name in ("all", _layers.group(row["layer"]))]
+        disagree, sure = (sum(row[key] for row in own) for key in ("disagree", "sure"))
+        rows.append(
+            [
+                name,
+                f"{sure:.0f}",
+                f"{disagree / max(sure, 1):.2%}",
+                f"{disagree / everywhere:.0%}" if everywhere else "-",
+            ]
+        )
+    return report.Section(
+        "Where the mean and the median have different signs",
+        "The mean of the signs has the sign of the median. Only coordinates count in which both signs "
+        "are sure, being more than two standard errors from 0. The last column says which layers "
+        "explain the disagreement.",
+        tables=[
+            report.Table(
+                "Coordinates, over all steps and seeds looked at",
+                ["group", "sure", "of them with different signs", "share of all such coordinates"],
+                rows,
+            )
+        ],
+    )
+
+
+STUDY = Study(
+    title="Where the sign goes",
+    question="SignSGD with momentum can take the sign of each example's gradient, of the batch's mean, "
+    "or of the momentum. Does it matter, and why?",
+    claim="The later the better: SignEMA ends below Sign, and Sign below MicroSign, because a sign "
+    "costs signal, and averages before it cost nothing (arXiv 2510.00236).",
+    presets=PRESETS,
+    run=run,
+)
