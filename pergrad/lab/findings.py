@@ -20,6 +20,7 @@ from pergrad.lab.files import disk_errors
 from pergrad.lab.runs import directory, read_metrics, versions
 from pergrad.lab.sweep import Tuned
 
+Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # x, mean, low, high
 SMOOTHED = 20  # points of a curve, each the mean over a twentieth of the run
 
 
@@ -153,15 +154,28 @@ def chosen(own: Tuned, root: Path) -> list[Path]:
     return [directory(root, dataclasses.replace(own.method, seed=seed)) for seed in own.reported]
 
 
-def curve(config: configs.Train, runs: Sequence[Path]) -> tuple[Any, Any, Any, Any]:
-    """Examples seen, and the mean loss over runs with its interval, in `SMOOTHED` points."""
-    parts = min(SMOOTHED, config.steps)
-    losses = []
+def curve(config: configs.Train, runs: Sequence[Path], key: str = "loss") -> Curve:
+    """Examples seen, and the mean of a metric over runs with its interval, in `SMOOTHED` points."""
+    return band(config, smoothed(config, runs, key))
+
+
+def smoothed(config: configs.Train, runs: Sequence[Path], key: str = "loss") -> np.ndarray:
+    """A metric of each run [run, point], averaged over equal parts of the run; NaN where it diverged."""
+    out = []
     for run in runs:
-        found = [row["loss"] for row in read_metrics(run)]
+        found = [row[key] for row in read_metrics(run)]
         padded = [np.nan if x is None else x for x in found] + [np.nan] * (config.steps - len(found))
-        losses.append([part.mean() for part in np.array_split(np.array(padded, float), parts)])
-    points = [decide.estimate(list(at)) for at in zip(*losses, strict=True)]
-    ends = np.cumsum([len(part) for part in np.array_split(np.arange(config.steps), parts)])
-    columns = np.array([[p.mean, p.low, p.high] for p in points]).T
-    return ends * config.batch_size, *columns
+        out.append([part.mean() for part in _parts(config, np.array(padded, float))])
+    return np.array(out)
+
+
+def band(config: configs.Train, values: np.ndarray) -> Curve:
+    """The mean over runs of `values` [run, point], with its interval, over examples seen."""
+    points = [decide.estimate(at.tolist()) for at in values.T]
+    ends = [part[-1] + 1 for part in _parts(config, np.arange(config.steps))]
+    mean, low, high = np.array([[p.mean, p.low, p.high] for p in points]).T
+    return np.array(ends) * config.batch_size, mean, low, high
+
+
+def _parts(config: configs.Train, steps: np.ndarray) -> list[np.ndarray]:
+    return np.array_split(steps, min(SMOOTHED, config.steps))

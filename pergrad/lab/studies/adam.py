@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pergrad.lab import decide, figures, findings, report, sweep
+from pergrad.lab import findings, report, sweep
 from pergrad.lab.config import Model, OptimizerName, Train
 from pergrad.lab.runs import directory, read_metrics
 from pergrad.lab.studies._study import Lab, Outcome, Study
@@ -140,7 +140,6 @@ def has_spike(losses: Sequence[float | None]) -> bool:
 def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
     """Runs that diverged and runs with spikes, at the chosen learning rate and at all."""
     rows: list[list[str]] = []
-    spread: dict[str, decide.Estimate] = {}
     for name, own in tuned.items():
         cells: list[str] = []
         for rates in ([own.method.learning_rate], list(own.runs)):
@@ -152,26 +151,12 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
                     runs.append((result, has_spike(losses)))
             diverged = sum(result["diverged"] for result, _ in runs)
             cells += [f"{diverged} of {len(runs)}", f"{sum(spike for _, spike in runs)} of {len(runs)}"]
-            if len(rates) == 1:
-                spread[name] = decide.estimate([float(spike) for _, spike in runs])
         rows.append([name, *cells])
     return report.Section(
         "Stability",
         f"A run has a spike if the loss of a step is more than {SPIKE:g} above the lowest mean of "
         f"{CALM} steps before it; a run that diverged has one. At the chosen learning rate, and over "
         "the whole grid, which is not the same for all methods.",
-        figures=[
-            report.Figure(
-                "Part of the runs with a spike",
-                "At the chosen learning rate.",
-                lambda fig: figures.bars_with_intervals(
-                    fig,
-                    spread,
-                    xlabel="part of the runs, mean and 95% interval over seeds",
-                    names=list(tuned),
-                ),
-            )
-        ],
         tables=[
             report.Table(
                 "Runs",
@@ -184,8 +169,8 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
 
 STUDY = Study(
     title="What Adam divides by",
-    question="Adam divides by the root of an average of gbar^2 = mu^2 + sigma^2 / B. What if the average "
-    "is of the examples' squares (MicroAdam), of their variance (MicroAdamVar), or of mu^2 alone "
+    question="Adam divides by the root of an average of gbar^2 = mu^2 + sigma^2 / B. What if the "
+    "average is of the examples' squares (MicroAdam), of their variance (MicroAdamVar), or of mu^2 alone "
     "(MicroAdamMSQ), and what does clipping change?",
     claim="Adam is best when mu^2 dominates: MicroAdam and MicroAdamVar are less stable, clipping helps "
     "them, and they still end behind Adam (arXiv 2510.00236).",

@@ -1,0 +1,204 @@
+"""What clipping does over a whole run: none, of the batch's mean gradient, of every example's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pergrad.lab import figures, findings, report, sweep
+from pergrad.lab.config import Model, OptimizerName, Train
+from pergrad.lab.studies._study import Lab, Outcome, Study
+
+OPTIMIZERS: dict[str, OptimizerName] = {"Adam": "adam", "MicroAdam": "micro_adam"}
+NONE, BATCH, EXAMPLE = "not clipped", "by batch", "by example"
+
+
+def _name(optimizer: str, kind: str) -> str:
+    return f"{optimizer}, {kind}"
+
+
+CLAIMS = tuple(
+    (_name(optimizer, low), _name(optimizer, high))
+    for optimizer in OPTIMIZERS
+    for low, high in ((BATCH, NONE), (EXAMPLE, NONE), (EXAMPLE, BATCH))
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """How much. Norms are chosen like learning rates, by the first `tuning_seeds` seeds."""
+
+    base: Train
+    seeds: int
+    tuning_seeds: int
+    rates: Mapping[str, tuple[float, ...]]  # by optimizer
+    batch_norms: tuple[float, ...]
+    example_norms: tuple[float, ...]
+    extensions: int = 2
+
+
+_SMALL = Model(layers=2, width=32, heads=4, context=32)
+_RATES = {"Adam": (4e-3, 8e-3, 1.6e-2), "MicroAdam": (1.6e-2, 3.2e-2, 6.4e-2)}
+PRESETS = {
+    "demo": Preset(
+        Train(model=_SMALL, steps=200, validate_every=200, checkpoint_every=200),
+        seeds=3,
+        tuning_seeds=1,
+        rates={name: rates[:2] for name, rates in _RATES.items()},
+        batch_norms=(1.0,),
+        example_norms=(2.0,),
+        extensions=0,
+    ),
+    "quick": Preset(
+        Train(model=_SMALL, steps=1500, validate_every=500, checkpoint_every=500),
+        seeds=6,
+        tuning_seeds=1,
+        rates=_RATES,
+        batch_norms=(0.5, 1.0),
+        example_norms=(1.0, 4.0),
+    ),
+    "full": Preset(
+        Train(
+            model=Model(layers=4, width=128, heads=4, context=128),
+            steps=10_000,
+            validate_every=1000,
+            checkpoint_every=1000,
+        ),
+        seeds=5,
+        tuning_seeds=1,
+        rates={name: tuple(rate / 4 for rate in rates) for name, rates in _RATES.items()},
+        batch_norms=(0.25, 0.5, 1.0),
+        example_norms=(0.5, 1.0, 2.0, 4.0),
+    ),
+}
+
+
+def run(preset: Preset, lab: Lab) -> Outcome:
+    methods: dict[str, dict[str, Train]] = {}  # by optimizer and kind, then with every norm
+    for name, optimizer in OPTIMIZERS.items():
+        base = dataclasses.replace(preset.base, optimizer=optimizer)
+        methods[_name(name, NONE)] = {"": base}
+        for kind, by, norms in (
+            (BATCH, "batch", preset.batch_norms),
+            (EXAMPLE, "example", preset.example_norms),
+        ):
+            methods[_name(name, kind)] = {
+                f" at {norm:g}": dataclasses.replace(base, clip=norm, clip_by=by) for norm in norms
+            }
+
+    def tune(wanted: Mapping[str, Train], seeds: int) -> dict[str, sweep.Tuned]:
+        return sweep.tune(
+            wanted,
+            {name: preset.rates[name.split(",")[0]] for name in wanted},
+            range(seeds),
+            lab.runs,
+            tuning_seeds=preset.tuning_seeds,
+            processes=lab.processes,
+            extensions=preset.extensions,
+            told=lab.told,
+        )
+
+    every = tune(
+        {name + norm: one for name, norms in methods.items() for norm, one in norms.items()},
+        preset.tuning_seeds,
+    )
+    best = {
+        name: min(norms, key=lambda norm: _tuning_loss(every[name + norm]))  # noqa: B023
+        for name, norms in methods.items()
+    }
+    tuned = tune({name: methods[name][norm] for name, norm in best.items()}, preset.seeds)
+    return Outcome(
+        f"{len({**_runs(every), **_runs(tuned)})} runs, {preset.seeds} seeds. {preset.base.steps} steps "
+        f"of {preset.base.batch_size} examples. Norms were chosen together with learning rates, of the "
+        f"batch's gradient from {_listed(preset.batch_norms)}, of an example's from "
+        f"{_listed(preset.example_norms)}.",
+        [
+            findings.at_best(tuned, lab.runs, findings.compare(tuned, CLAIMS)),
+            _over_the_run(tuned, lab),
+            _norms(every, best),
+            findings.tuning(tuned),
+        ],
+        [*findings.rows(every), *findings.rows(tuned)],
+    )
+
+
+def _tuning_loss(own: sweep.Tuned) -> float:
+    runs = own.runs[own.method.learning_rate].values()
+    return float(np.mean([sweep.loss_of(run, "tune_loss") for run in runs]))
+
+
+def _runs(tuned: Mapping[str, sweep.Tuned]) -> dict[Train, Any]:
+    return {
+        dataclasses.replace(own.method, learning_rate=rate, seed=seed): result
+        for own in tuned.values()
+        for rate, by_seed in own.runs.items()
+        for seed, result in by_seed.items()
+    }
+
+
+def _listed(norms: Sequence[float]) -> str:
+    return ", ".join(f"{norm:g}" for norm in norms)
+
+
+def _over_the_run(tuned: Mapping[str, sweep.Tuned], lab: Lab) -> report.Section:
+    losses = {
+        name: findings.smoothed(own.method, findings.chosen(own, lab.runs))
+        for name, own in tuned.items()
+    }
+    gains = {
+        name: findings.band(own.method, losses[name] - losses[_name(name.split(",")[0], NONE)])
+        for name, own in tuned.items()
+        if NONE not in name
+    }
+    norms = {
+        name: findings.curve(own.method, findings.chosen(own, lab.runs), "gradient_norm")
+        for name, own in tuned.items()
+    }
+    names = list(tuned)
+    return report.Section(
+        "Over the whole run",
+        "Each at its own best learning rate and norm. Gradient norms are those of the mean gradient "
+        "that the optimizer was given: before the batch's is clipped, after the examples' are.",
+        figures=[
+            report.Figure(
+                "Training loss less that without clipping",
+                "Paired by seeds; below 0 clipping is ahead.",
+                lambda fig: figures.lines_with_bands(
+                    fig, gains, "examples seen", "difference of training losses", names=names
+                ),
+            ),
+            report.Figure(
+                "Norm of the mean gradient",
+                "Averaged over a twentieth of the run.",
+                lambda fig: figures.lines_with_bands(fig, norms, "examples seen", "norm", names=names),
+            ),
+        ],
+    )
+
+
+def _norms(every: Mapping[str, sweep.Tuned], best: Mapping[str, str]) -> report.Section:
+    chosen = {name + norm for name, norm in best.items()}
+    rows = [
+        [name, f"{own.method.learning_rate:g}", f"{_tuning_loss(own):.4f}", "yes" * (name in chosen)]
+        for name, own in every.items()
+    ]
+    return report.Section(
+        "Norms",
+        "Losses on the half of the validation data that chooses, over the seeds that choose.",
+        tables=[report.Table("", ["method", "learning rate", "loss", "chosen"], rows)],
+    )
+
+
+STUDY = Study(
+    title="Clipping, over the whole run",
+    question="Does clipping every example's gradient do what clipping the batch's does, and does either "
+    "change where a long run ends?",
+    claim="The paper names the long-run effects of clipping as an open question (arXiv 2510.00236); it "
+    "says that clipping helps MicroAdam. Tested is: clipping by batch, and by example, ends below no "
+    "clipping; by example below by batch.",
+    presets=PRESETS,
+    run=run,
+)
