@@ -170,8 +170,8 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
 STUDY = Study(
     title="What Adam divides by",
     question="Adam divides by the root of an average of gbar^2 = mu^2 + sigma^2 / B. What if the "
-    "average is of the examples' squares (MicroAdam), of their variance (MicroAdamVar), or of mu^2 alone "
-    "(MicroAdamMSQ), and what does clipping change?",
+    "average is of the examples' squares (MicroAdam), of their variance (MicroAdamVar), or of mu^2 "
+    "alone (MicroAdamMSQ), and what does clipping change?",
     claim="Adam is best when mu^2 dominates: MicroAdam and MicroAdamVar are less stable, clipping helps "
     "them, and they still end behind Adam (arXiv 2510.00236).",
     presets=PRESETS,

@@ -106,7 +106,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         preset.tuning_seeds,
     )
     best = {
-        name: min(norms, key=lambda norm: _tuning_loss(every[name + norm]))  # noqa: B023
+        name: min(norms, key=lambda norm: _tuning_loss(every[name + norm]))
         for name, norms in methods.items()
     }
     tuned = tune({name: methods[name][norm] for name, norm in best.items()}, preset.seeds)
