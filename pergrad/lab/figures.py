@@ -73,16 +73,19 @@ def lines_with_bands(
     ylabel: str,
     *,
     logx: bool = False,
+    logy: bool = False,
     interval: str = _INTERVAL,
     names: Sequence[str] = (),
+    lines: Mapping[str, float] | None = None,
 ) -> None:
     """Curves (x, mean, low, high) by method. A cross ends those that are not finite further on.
 
     `interval` says what lies between low and high. `names` are all methods of the study, so that each
-    has its colour in every figure.
+    has its colour in every figure. `lines` are upright, at an x, and named in the legend.
     """
     ax = _axes(fig, xlabel, ylabel)
     ax.set_xscale("log" if logx else "linear")
+    ax.set_yscale("log" if logy else "linear")
     entries: list[tuple[float, Any, str]] = []
     arrays = [np.asarray(np.broadcast_arrays(*curve), float) for curve in curves.values()]
     ends = [int(np.cumprod(np.isfinite(array[1])).sum()) for array in arrays]
@@ -97,12 +100,16 @@ def lines_with_bands(
             ax.plot(x[-1:], mean[-1:], "x", color=look["color"], ms=10, mew=2.5, zorder=4)
         entries.append((mean[-1], line, name) if end else (math.inf, line, f"{name}\ndiverged at once"))
     seen = np.concatenate([array[1:, :end] for array, end in zip(arrays, ends, strict=True)], 1)
-    _limit(ax.set_ylim, *seen)
+    if not logy:
+        _limit(ax.set_ylim, *seen)
     entries.sort(key=lambda entry: -entry[0])  # from top to bottom as the lines end
     has_band = bool((seen[1] < seen[2])[np.isfinite(seen).all(0)].any())
     notes = [(Patch(color="#666666", alpha=0.25, lw=0), interval)] * has_band
     has_cross = any(end < array.shape[1] for array, end in zip(arrays, ends, strict=True))
     notes += [(_grey(marker="x", mew=2), "diverged from here on")] * has_cross
+    for i, (name, x) in enumerate((lines or {}).items()):
+        look = {"color": "#222222", "ls": _DASHES[(i + 1) % len(_DASHES)], "lw": 1.4}
+        notes.append((ax.axvline(x, **look), f"{name}: {x:.3g}"))
     _legend(ax, [(handle, name) for _, handle, name in entries] + notes)
 
 
@@ -193,10 +200,12 @@ def heat_map(
     marks: Mapping[str, tuple[float, float]],
     logx: bool = False,
     logy: bool = False,
+    ticks: tuple[Sequence[str], Sequence[str]] | None = None,
+    missing: str = "diverged",
 ) -> None:
-    """`values` [y, x] in colours that `label` explains; hatched where they are not finite: diverged.
+    """`values` [y, x] in colours that `label` explains; hatched where they are not finite: `missing`.
 
-    `x` and `y` ascend. `marks` are points (x, y), named below the map.
+    `x` and `y` ascend; `ticks` are names for them. `marks` are points (x, y), named below the map.
     """
     z = np.ma.masked_invalid(np.asarray(values, float))
     if z.shape != (len(y), len(x)):
@@ -219,9 +228,13 @@ def heat_map(
         (mark,) = ax.plot(at_x, at_y, form, mfc="white", mec="black", mew=1.6, ms=10, zorder=3)
         entries.append((mark, name))
     if z.mask.any():
-        entries.append((Patch(**hatched), "diverged"))
-    _ticks(ax.xaxis, set(x), logx)
-    _ticks(ax.yaxis, set(y), logy)
+        entries.append((Patch(**hatched), missing))
+    if ticks is None:
+        _ticks(ax.xaxis, set(x), logx)
+        _ticks(ax.yaxis, set(y), logy)
+    else:
+        ax.set_xticks(x, ticks[0])
+        ax.set_yticks(y, ticks[1])
     if entries:
         labels = [_plain(name, 30) for _, name in entries]
         fig.legend(

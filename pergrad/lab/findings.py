@@ -80,14 +80,14 @@ def compare(tuned: Mapping[str, Tuned], pairs: Sequence[tuple[str, str]]) -> lis
     ]
 
 
-def tuning(tuned: Mapping[str, Tuned]) -> report.Section:
+def tuning(tuned: Mapping[str, Tuned], title: str = "Learning rates") -> report.Section:
     """Which learning rates were tried, and how they did."""
     by_rate = {
         name: {rate: _estimate(runs.values(), "tune_loss") for rate, runs in own.runs.items()}
         for name, own in tuned.items()
     }
     return report.Section(
-        "Learning rates",
+        title,
         "A method has the learning rate with the lowest mean loss on one half of the validation data. "
         + _edges(tuned),
         figures=[

@@ -1,0 +1,273 @@
+"""Rules for the learning rate when the batch changes, over eight octaves of batch sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure as Sheet
+
+import pergrad as pg
+from pergrad.lab import decide, figures, findings, report, sweep
+from pergrad.lab.config import Model, Train
+from pergrad.lab.errors import LabError
+from pergrad.lab.runs import directory, read_metrics
+from pergrad.lab.studies._study import Lab, Outcome, Study
+
+MARGIN = 0.05  # nats within which two final losses count as the same
+SQRT, CONSTANT, LINEAR = "square root", "constant", "linear"
+RULES = {SQRT: pg.scaling.sqrt, CONSTANT: lambda rate, kappa: rate, LINEAR: pg.scaling.linear}
+
+Losses = Mapping[str, Mapping[int, Mapping[int, float]]]  # by rule, batch size and seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """How much: the learning rate is tuned at the base's batch size, from `rates`.
+
+    Every run sees `examples` examples.
+    """
+
+    base: Train
+    examples: int
+    batch_sizes: tuple[int, ...]
+    seeds: int
+    tuning_seeds: int
+    rates: tuple[float, ...]
+    extensions: int = 2
+
+    def __post_init__(self) -> None:
+        if self.base.batch_size not in self.batch_sizes:
+            raise LabError(f"the batch sizes do not contain the base's, {self.base.batch_size}.")
+        if whole := [size for size in self.batch_sizes if self.examples % size]:
+            raise LabError(f"{self.examples} examples are no whole number of batches of {whole[0]}.")
+
+
+_SMALL = Model(layers=2, width=32, heads=4, context=32)
+_NEVER = 10**6  # only the last step is validated, and short runs are not saved
+_OCTAVES = tuple(2**i for i in range(9))
+PRESETS = {
+    "demo": Preset(
+        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
+        examples=2048,
+        batch_sizes=_OCTAVES[::2],
+        seeds=3,
+        tuning_seeds=1,
+        rates=(8e-3, 1.6e-2),
+        extensions=1,
+    ),
+    "quick": Preset(
+        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
+        examples=16_384,
+        batch_sizes=_OCTAVES,
+        seeds=5,
+        tuning_seeds=2,
+        rates=(4e-3, 8e-3, 1.6e-2),
+    ),
+    "full": Preset(
+        Train(model=Model(layers=4, width=128, heads=4, context=128), checkpoint_every=2000),
+        examples=131_072,
+        batch_sizes=(*_OCTAVES, 512, 1024),
+        seeds=5,
+        tuning_seeds=1,
+        rates=(1e-3, 2e-3, 4e-3),
+    ),
+}
+
+
+def run(preset: Preset, lab: Lab) -> Outcome:
+    home = preset.base.batch_size
+    base = dataclasses.replace(preset.base, steps=preset.examples // home)
+    seeds = range(preset.seeds)
+    tuned = sweep.tune(
+        {"Adam": base},
+        {"Adam": preset.rates},
+        seeds,
+        lab.runs,
+        tuning_seeds=preset.tuning_seeds,
+        processes=lab.processes,
+        extensions=preset.extensions,
+        told=lab.told,
+    )
+    rate = tuned["Adam"].method.learning_rate
+    runs = {
+        (rule, size, seed): dataclasses.replace(
+            base,
+            batch_size=size,
+            steps=preset.examples // size,
+            learning_rate=float(f"{scaled(rate, size / home):.6g}"),
+            seed=seed,
+        )
+        for size in sorted(preset.batch_sizes)
+        for rule, scaled in RULES.items()
+        for seed in seeds
+    }
+    watched = [
+        dataclasses.replace(runs[SQRT, home, seed], noise_every=max(1, base.steps // 40))
+        for seed in seeds
+    ]
+    results = sweep.run_all([*watched, *runs.values()], lab.runs, processes=lab.processes, told=lab.told)
+    noise_scale = _noise_scale(watched, lab)
+    losses: Losses = {
+        rule: {
+            size: {seed: sweep.loss_of(results[runs[rule, size, seed]], "test_loss") for seed in seeds}
+            for size in sorted(preset.batch_sizes)
+        }
+        for rule in RULES
+    }
+    curves = {
+        rule: {
+            f"batch {size}": findings.curve(
+                runs[rule, size, 0], [directory(lab.runs, runs[rule, size, seed]) for seed in seeds]
+            )
+            for size in sorted(preset.batch_sizes)
+        }
+        for rule in RULES
+    }
+    rows = [
+        {"rule": rule, "batch_size": size, "seed": seed, "learning_rate": config.learning_rate}
+        | results[config]
+        for (rule, size, seed), config in runs.items()
+    ]
+    return Outcome(
+        f"{len(set(runs.values())) + len(watched)} runs and {len(findings.rows(tuned))} to tune the "
+        f"learning rate at batch {home}, {preset.seeds} seeds. Every run sees {preset.examples} "
+        f"examples, in batches of {min(preset.batch_sizes)} to {max(preset.batch_sizes)}. Only the "
+        "learning rate follows the rule: the decays of the averages stay as they are.",
+        [
+            _final(losses, home, noise_scale),
+            _curves(curves),
+            findings.tuning(tuned, title=f"The learning rate at batch {home}"),
+        ],
+        [*rows, {"noise_scale": noise_scale, "batch_size": home}],
+    )
+
+
+def _noise_scale(runs: Sequence[Train], lab: Lab) -> dict[str, float]:
+    """tr Sigma / |mu|^2 in the first and the second half of the base's runs: sums before they divide."""
+    pairs = []
+    for config in runs:
+        rows = [row["noise"] for row in read_metrics(directory(lab.runs, config)) if "noise" in row]
+        pairs.append([[row["signal"], row["noise"]] for row in rows])
+    values = np.array(pairs, float)  # [run, time, which]
+    halves = np.array_split(values, 2, axis=1)
+    out = {}
+    for name, half in zip(("first half", "second half"), halves, strict=True):
+        signal, noise = np.sum(half, axis=(0, 1))
+        out[name] = float(noise / signal) if signal > 0 else float("nan")
+    return out
+
+
+def agreeing(losses: Mapping[int, Mapping[int, float]], home: int) -> dict[int, decide.Verdict]:
+    """For each batch size but `home`, whether its final loss is within `MARGIN` of that of `home`."""
+    others = [size for size in losses if size != home]
+    level = decide.level_of_each(len(others))
+    return {
+        size: decide.equivalent(
+            f"batch {size} ends within {MARGIN:g} of batch {home}",
+            losses[size],
+            losses[home],
+            margin=MARGIN,
+            level=level,
+            names=(f"batch {size}", f"batch {home}"),
+        )
+        for size in others
+    }
+
+
+def reach(verdicts: Mapping[int, decide.Verdict], home: int) -> tuple[int, int]:
+    """The smallest and the largest batch size up to which, from `home`, all agree."""
+    low = high = home
+    for size in sorted((s for s in verdicts if s < home), reverse=True):
+        if verdicts[size].answer != decide.SUPPORTED:
+            break
+        low = size
+    for size in sorted(s for s in verdicts if s > home):
+        if verdicts[size].answer != decide.SUPPORTED:
+            break
+        high = size
+    return low, high
+
+
+def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> report.Section:
+    verdicts = {rule: agreeing(own, home) for rule, own in losses.items()}
+    ranges = {rule: reach(own, home) for rule, own in verdicts.items()}
+    octaves = {rule: float(np.log2(high / low)) for rule, (low, high) in ranges.items()}
+    wider = [_wider(octaves, other) for other in (CONSTANT, LINEAR)]
+    curves = {}
+    for rule, own in losses.items():
+        points = [decide.estimate(list(by_seed.values())) for by_seed in own.values()]
+        mean, low, high = np.array([[e.mean, e.low, e.high] for e in points]).T
+        curves[rule] = np.array(list(own)), mean, low, high
+    rows = [
+        [str(size), *(str(decide.estimate(list(losses[rule][size].values()))) for rule in losses)]
+        for size in next(iter(losses.values()))
+    ]
+    table = report.Table("Final losses", ["batch size", *losses], rows)
+    reaches = report.Table(
+        f"Batch sizes that end within {MARGIN:g} of batch {home}, from there on without a gap",
+        ["rule", "from", "to", "octaves"],
+        [[rule, str(low), str(high), f"{octaves[rule]:g}"] for rule, (low, high) in ranges.items()],
+    )
+    lines = {f"noise scale, {name}": value for name, value in noise_scale.items()}
+    return report.Section(
+        "Where runs end",
+        f"Losses on the half of the validation data that chose nothing. The rules start from batch "
+        f"{home}, where they are the same. The noise scale tr Sigma / |mu|^2 was measured in its runs; "
+        "far beyond it batches are less noisy than the gradient is large, and curves are expected to "
+        "part.",
+        figures=[
+            report.Figure(
+                "Final loss against batch size",
+                "Intervals over seeds; upright, the measured noise scale.",
+                lambda fig: figures.lines_with_bands(
+                    fig, curves, "batch size", "final loss", logx=True, lines=lines
+                ),
+            )
+        ],
+        tables=[reaches, table],
+        verdicts=[*verdicts[SQRT].values(), *wider],
+    )
+
+
+def _wider(octaves: Mapping[str, float], other: str) -> decide.Verdict:
+    """Counting octaves has no interval: each of them was decided by one."""
+    more = octaves[SQRT] - octaves[other]
+    answer = decide.SUPPORTED if more > 0 else decide.CONTRADICTED if more < 0 else decide.NOT_SHOWN
+    return decide.Verdict(
+        f"the {SQRT} rule holds over more octaves than the {other} one",
+        decide.Estimate(more, more, more, 1),
+        answer,
+        f"{octaves[SQRT]:g} octaves against {octaves[other]:g}, each decided by the rule above",
+    )
+
+
+def _curves(curves: Mapping[str, Mapping[str, findings.Curve]]) -> report.Section:
+    def draw(rule: str, fig: Sheet) -> None:
+        figures.lines_with_bands(fig, curves[rule], "examples seen", "training loss")
+
+    return report.Section(
+        "Loss over examples seen",
+        "If a rule is right, the curves of all batch sizes are one curve.",
+        figures=[
+            report.Figure(
+                f"Training loss, {rule} rule",
+                f"The learning rate of each batch size by the {rule} rule.",
+                functools.partial(draw, rule),
+            )
+            for rule in curves
+        ],
+    )
+
+
+STUDY = Study(
+    title="Batch size and learning rate",
+    question="When the batch grows by kappa, should the learning rate stay, grow by sqrt(kappa), or by "
+    "kappa, and how far does a rule carry?",
+    claim="With a learning rate proportional to sqrt(B), Adam's curves over examples seen agree over a "
+    "wide range of batch sizes, and break at large B (arXiv 2510.00236).",
+    presets=PRESETS,
+    run=run,
+)
