@@ -10,6 +10,7 @@ Runs are directories, named by their configuration; those that are done are not 
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import dataclasses
 import functools
@@ -65,9 +66,10 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
 @functools.lru_cache(maxsize=1)
 def _workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
     """Fresh processes, for JAX does not survive a fork; they stay, with what they have compiled."""
-    return concurrent.futures.ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn")
-    )
+    fresh = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=fresh)
+    atexit.register(pool.shutdown)
+    return pool
 
 
 def finished(path: Path) -> dict[str, Any] | None:

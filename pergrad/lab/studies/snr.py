@@ -1,0 +1,275 @@
+"""Signal and noise of the gradient over a run, layer by layer, and the batch sizes they suggest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import pergrad as pg
+from pergrad.lab import decide, figures, findings, report, sweep
+from pergrad.lab.config import Model, Train
+from pergrad.lab.runs import directory, read_metrics
+from pergrad.lab.studies import _layers
+from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.train import make_problem, parameters
+
+CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
+EARLY = 0.1  # of the run: at the end of warm-up
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """How much: noise is measured `points` times, the critical batch size `looks` times a run.
+
+    For that, products with the Hessian are taken over `examples` examples with `probes` random signs.
+    """
+
+    base: Train
+    seeds: int
+    points: int
+    looks: int
+    examples: int
+    probes: int
+
+
+PRESETS = {
+    "demo": Preset(
+        Train(model=Model(layers=2, width=32, heads=4, context=32), steps=400, validate_every=400),
+        seeds=3,
+        points=20,
+        looks=2,
+        examples=128,
+        probes=2,
+    ),
+    "quick": Preset(
+        Train(model=Model(layers=2, width=64, heads=4, context=64), steps=2000, validate_every=1000),
+        seeds=5,
+        points=50,
+        looks=5,
+        examples=512,
+        probes=8,
+    ),
+    "full": Preset(
+        Train(
+            model=Model(layers=4, width=128, heads=4, context=128),
+            learning_rate=4e-3,
+            batch_size=64,
+            steps=10_000,
+            validate_every=1000,
+        ),
+        seeds=5,
+        points=100,
+        looks=10,
+        examples=2048,
+        probes=16,
+    ),
+}
+
+
+def run(preset: Preset, lab: Lab) -> Outcome:
+    steps = preset.base.steps
+    base = dataclasses.replace(
+        preset.base,
+        noise_every=max(1, steps // preset.points),
+        checkpoint_every=steps // preset.looks,
+        keep=0,
+    )
+    runs = [dataclasses.replace(base, seed=seed) for seed in range(preset.seeds)]
+    results = sweep.run_all(runs, lab.runs, processes=lab.processes, told=lab.told)
+    noise = [
+        [
+            {"seed": config.seed, "step": row["step"]} | row["noise"]
+            for row in read_metrics(directory(lab.runs, config))
+            if "noise" in row
+        ]
+        for config in runs
+    ]
+    critical = _critical(preset, runs, lab)
+    loss = decide.estimate([sweep.loss_of(results[config], "test_loss") for config in runs])
+    return Outcome(
+        f"{preset.seeds} runs of Adam with a learning rate of {base.learning_rate:g}, {steps} steps of "
+        f"{base.batch_size} examples; they end at a loss of {loss}. Signal and noise are moving "
+        f"averages over about ten measurements, of which a run has {preset.points}. Products with the "
+        f"Hessian were taken {preset.looks} times in a run, over {preset.examples} examples with "
+        f"{preset.probes} random signs.",
+        [_whole(noise, critical, base), _by_layer(noise, base)],
+        [
+            *({"loss": results[config], "seed": config.seed} for config in runs),
+            *sum(noise, []),
+            *critical,
+        ],
+    )
+
+
+def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str, Any]]:
+    """mu' H mu and tr(H Sigma) beside |mu|^2 and tr Sigma, of the same examples, at the checkpoints."""
+    problem = make_problem(dataclasses.replace(runs[0], batch_size=preset.examples))
+    curvature = jax.jit(pg.noise.curvature(problem.loss, probes=preset.probes))
+    stats: Any = {"mean": pg.Mean(), "norm": pg.Norm(), "count": pg.Count()}
+    stats_fn = jax.jit(pg.grad_stats(problem.loss, stats))
+    out = []
+    for config in runs:
+        for step, params in parameters(config, directory(lab.runs, config)).items():
+            lab.say(f"products with the Hessian, seed {config.seed}, step {step}")
+            batch = problem.batches[step]
+            curved = curvature(jax.random.key(step), params, batch)
+            plain = pg.noise.total(pg.noise.by_layer(stats_fn(params, batch)))
+            out.append(
+                {
+                    "seed": config.seed,
+                    "step": step,
+                    "curvature": [float(curved.signal), float(curved.noise)],
+                    "identity": [float(plain.signal), float(plain.noise)],
+                }
+            )
+    return out
+
+
+def _ratio(pairs: Sequence[Sequence[float]]) -> float:
+    """Noise over signal, added up before they are divided; NaN where no signal is seen."""
+    signal, noise = np.sum(np.array(pairs, float), axis=0)
+    return float(noise / signal) if signal > 0 and noise > 0 else math.nan
+
+
+def _band(x: Sequence[float], values: Any) -> findings.Curve:
+    """The mean over seeds of `values` [seed, x], taken of logarithms."""
+    points = [decide.estimate(np.log(at).tolist()) for at in np.array(values, float).T]
+    mean, low, high = np.exp(np.array([[p.mean, p.low, p.high] for p in points]).T)
+    return np.array(x, float), mean, low, high
+
+
+def _whole(
+    noise: Sequence[Sequence[Mapping[str, Any]]], critical: Sequence[Mapping[str, Any]], base: Train
+) -> report.Section:
+    steps = [row["step"] for row in noise[0]]
+    seeds = range(len(noise))
+    scales = [[_ratio([(row["signal"], row["noise"])]) for row in rows] for rows in noise]
+    early = max(0, round(EARLY * len(steps)) - 1)
+    looks = sorted({row["step"] for row in critical})
+
+    def at(key: str, seed: int, step: int | None = None) -> float:
+        own = [row for row in critical if row["seed"] == seed and step in (None, row["step"])]
+        return _ratio([row[key] for row in own])
+
+    curves = {
+        "noise scale": _band(steps, scales),
+        "noise scale, other examples": _band(
+            looks, [[at("identity", s, k) for k in looks] for s in seeds]
+        ),
+        "critical batch size": _band(looks, [[at("curvature", s, k) for k in looks] for s in seeds]),
+    }
+    level = decide.level_of_each(3)
+    verdicts = [
+        decide.compare(
+            f"the noise scale is larger at the end than at step {steps[early]} (logarithms)",
+            {s: math.log(scales[s][early]) for s in seeds},
+            {s: math.log(scales[s][-1]) for s in seeds},
+            level=level,
+            names=("early", "late"),
+        ),
+        decide.compare(
+            "at the end noise is the larger part of Adam's second moment: "
+            f"(sigma^2 / {base.batch_size}) / mu^2 is above 1 (logarithms)",
+            dict.fromkeys(seeds, 0.0),
+            {s: math.log(scales[s][-1] / base.batch_size) for s in seeds},
+            level=level,
+            names=("1", "the ratio"),
+        ),
+        decide.equivalent(
+            f"critical batch size and noise scale agree within a factor of {CLOSE:g} (logarithms)",
+            {s: math.log(at("curvature", s)) for s in seeds},
+            {s: math.log(at("identity", s)) for s in seeds},
+            margin=math.log(CLOSE),
+            level=level,
+            names=("the critical batch size", "the noise scale"),
+        ),
+    ]
+    rows = [
+        [
+            str(k),
+            *(
+                f"{np.exp(np.mean([math.log(at(key, s, k)) for s in seeds])):.1f}"
+                for key in ("identity", "curvature")
+            ),
+        ]
+        for k in looks
+    ]
+    return report.Section(
+        "Noise scale and critical batch size",
+        "The noise scale tr Sigma / |mu|^2 is the batch size at which signal and noise of the mean "
+        "gradient are equal. The critical batch size tr(H Sigma) / (mu' H mu), with the Hessian H, is "
+        "the one at which a step along the gradient gains half of what is possible. Both are geometric "
+        "means over seeds.",
+        figures=[
+            report.Figure(
+                "Batch sizes over training",
+                "Intervals over seeds; a gap where no signal, or no positive curvature, is seen.",
+                lambda fig: figures.lines_with_bands(fig, curves, "step", "examples", logy=True),
+            )
+        ],
+        tables=[
+            report.Table(
+                "The same examples for both", ["step", "noise scale", "critical batch size"], rows
+            )
+        ],
+        verdicts=verdicts,
+    )
+
+
+def _by_layer(noise: Sequence[Sequence[Mapping[str, Any]]], base: Train) -> report.Section:
+    steps = [row["step"] for row in noise[0]]
+    paths = [name.removeprefix("signal") for name in noise[0][0] if name.startswith("signal[")]
+    groups = {g: [p for p in paths if _layers.group(p) == g] for g in _layers.GROUPS}
+
+    def share(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> float:
+        pairs = [(row[f"signal{p}"], row[f"noise{p}"]) for row in rows for p in own]
+        return _ratio(pairs) / base.batch_size
+
+    curves = {
+        g: _band(steps, [[share([row], own) for row in rows] for rows in noise])
+        for g, own in groups.items()
+        if own
+    }
+    third = len(steps) // 3 or 1
+    rows = [
+        [
+            _layers.short(path),
+            *(
+                f"{np.exp(np.mean([math.log(share(r[part], [path])) for r in noise])):.2f}"
+                for part in (slice(third), slice(-third, None))
+            ),
+        ]
+        for path in paths
+    ]
+    return report.Section(
+        "Noise in Adam's second moment, by layer",
+        f"(sigma^2 / B) / mu^2 with B = {base.batch_size}: where it is above 1, what Adam divides by is "
+        "mostly noise. Geometric means over seeds.",
+        figures=[
+            report.Figure(
+                "Noise share over training, by group of layers",
+                "Intervals over seeds.",
+                lambda fig: figures.lines_with_bands(
+                    fig, curves, "step", "(sigma^2 / B) / mu^2", logy=True
+                ),
+            )
+        ],
+        tables=[report.Table("Layers", ["layer", "first third", "last third"], rows)],
+    )
+
+
+STUDY = Study(
+    title="Signal and noise over a run",
+    question="How much of Adam's second moment mu^2 + sigma^2 / B is noise, in which layers and when, "
+    "and which batch sizes does that suggest?",
+    claim="Noise grows against the signal as the loss falls, so that the batch size at which larger "
+    "batches stop paying grows too (McCandlish et al. 2018). That mu^2 should dominate for Adam to be "
+    "at its best (arXiv 2510.00236) makes its share worth knowing.",
+    presets=PRESETS,
+    run=run,
+)
