@@ -1,17 +1,21 @@
 """Sweeps: what is done is not done again, and no method loses for want of tuning."""
 
+import io
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from pergrad.lab import cli, findings, sweep
+from pergrad.lab import cli, findings, progress, sweep
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
+from pergrad.lab.progress import RunsBar
 from tests import pages
 
 SEEDS = (0, 1, 2)
@@ -101,6 +105,48 @@ def test_several_processes(tmp_path):
     losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in metrics]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert several[config] != several[wanted[1]]
+
+
+# Who watches.
+
+
+def test_lines_where_there_is_no_terminal(runs, tmp_path):
+    file = io.StringIO()
+    console = Console(file=file, width=40)
+    grid = [1e-2, 2e-2, 0.4]
+    sweep.run_all([replace(ADAM, learning_rate=1e-2)], tmp_path)
+    with RunsBar(console) as bar:
+        for of in (2, 3):
+            sweep.run_all([replace(ADAM, learning_rate=r) for r in grid[:of]], tmp_path, told=bar.told)
+    first, second = file.getvalue().splitlines()
+    assert first.startswith("2 of 2: adam at 0.02, seed 0: loss 2.000 (") and "tokens/s" in first
+    assert second.startswith("3 of 3: adam at 0.4, seed 0: diverged (")
+
+
+def test_a_bar_in_a_terminal(monkeypatch):
+    """20 steps, of 16 windows of 64 tokens, in 10 s, and 3 such runs to come; then the grid grows."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100)
+
+    def shown() -> str:
+        with console.capture() as capture:
+            console.print(bar._progress.get_renderable())
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capture.get())
+
+    with RunsBar(console) as bar:
+        assert "no run is done yet" in shown()
+        now = 10.0
+        bar.told(ADAM, result(2.5) | {"steps": 20}, 5, 8)
+        assert "5/8" in shown() and "adam at 0.01, seed 0: loss 2.500" in shown()
+        assert "2,048 tokens/s" in shown() and "0:00:30 left" in shown()
+        now = 20.0
+        assert "0:00:20 left" in shown()
+        bar.told(replace(ADAM, data="digits"), result(math.inf), 6, 12)
+        assert "6/12" in shown() and "diverged" in shown()
+        assert "1,024 tokens/s, 8 images/s" in shown() and "0:01:00 left" in shown()
+    assert "5 of 8" not in file.getvalue()
 
 
 # The page.

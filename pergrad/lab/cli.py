@@ -18,7 +18,7 @@ import pergrad as pg
 from pergrad.lab import decide
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.progress import ProgressBar
+from pergrad.lab.progress import ProgressBar, RunsBar
 
 Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
 
@@ -83,22 +83,17 @@ def sweep(
 
     console = Console()
 
-    def told(run: Train, result: dict[str, Any], done: int, of: int) -> None:
-        loss = "diverged" if result["diverged"] else f"loss {result['tune_loss']:.3f}"
-        console.print(
-            f"{done} of {of}: {run.optimizer} at {run.learning_rate:g}, seed {run.seed}: {loss}"
-        )
-
     methods = {name: dataclasses.replace(config, optimizer=name) for name in dict.fromkeys(optimizers)}
-    tuned = sweeps.tune(
-        methods,
-        dict.fromkeys(methods, learning_rates),
-        seeds,
-        out / "runs",
-        processes=processes,
-        extensions=extensions,
-        told=told,
-    )
+    with RunsBar(console) as bar:
+        tuned = sweeps.tune(
+            methods,
+            dict.fromkeys(methods, learning_rates),
+            seeds,
+            out / "runs",
+            processes=processes,
+            extensions=extensions,
+            told=bar.told,
+        )
     page = findings.write(
         tuned,
         out / "runs",
