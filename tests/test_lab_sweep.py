@@ -40,8 +40,12 @@ def runs(monkeypatch):
         out = result(math.inf if distance > 3.5 else 1 + distance**2 + 0.01 * config.seed)
         if out["test_loss"] is not None:
             out["test_loss"] += 5  # what is reported is not what was tuned on
+        if config.optimizer == "sign_ema" and out["test_loss"] is not None:
+            out["test_loss"] += 3 + 0.001 * config.seed
         path.mkdir(parents=True)
         (path / "result.json").write_text(json.dumps(out))
+        rows = [{"step": i + 1, "loss": out["train_loss"]} for i in range(config.steps)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return out
 
     monkeypatch.setattr(sweep, "_run", run)
@@ -86,6 +90,12 @@ def test_what_is_done_is_not_done_again(runs, tmp_path):
 def test_one_learning_rate_is_no_grid(tmp_path):
     with pytest.raises(LabError, match="Adam"):
         sweep.tune({"Adam": ADAM}, {"Adam": [1e-2]}, SEEDS, tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["--optimizers", "--seeds", "--processes=0", "--learning-rates"])
+def test_a_sweep_of_nothing(wrong, tmp_path, capsys):
+    assert cli.main(["sweep", f"--out={tmp_path}", wrong]) == 1
+    assert capsys.readouterr().err.startswith("error: ") and not list(tmp_path.iterdir())
 
 
 def test_several_processes(tmp_path):
@@ -190,19 +200,8 @@ def test_a_sweep_and_its_page(tmp_path, capsys):
     assert "of 12" not in capsys.readouterr().out
 
 
-def test_verdicts_of_a_page(runs, tmp_path, monkeypatch):
+def test_verdicts_of_a_page(runs, tmp_path):
     """Of runs whose answer is known: SignEMA is worse by 3, whatever the seed."""
-    made = sweep._run
-
-    def run(config, path, cache):
-        out = made(config, path, cache)
-        if config.optimizer == "sign_ema" and out["test_loss"] is not None:
-            out["test_loss"] += 3 + 0.001 * config.seed
-        rows = [{"step": i + 1, "loss": out["train_loss"]} for i in range(config.steps)]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return out
-
-    monkeypatch.setattr(sweep, "_run", run)
     rates = {"Adam": [5e-3, 1e-2, 2e-2], "SignEMA": [3.2e-2, 6.4e-2, 0.128]}
     tuned = sweep.tune({"Adam": ADAM, "SignEMA": SIGN}, rates, SEEDS, tmp_path)
     page = findings.page(tuned, tmp_path, title="", command="")
@@ -210,3 +209,37 @@ def test_verdicts_of_a_page(runs, tmp_path, monkeypatch):
     assert verdict.answer == "contradicted" and verdict.difference.mean == pytest.approx(3.001)
     page = findings.page(dict(reversed(tuned.items())), tmp_path, title="", command="")
     assert page.sections[1].verdicts[0].answer == "supported"
+
+
+def test_batch_sizes(runs, tmp_path):
+    """Compared within a batch size, though the loss would be lower at another; the level is shared."""
+    config = Train(steps=24, batch_size=16)
+    methods = sweep.methods(config, ("adam", "sign_ema"), (16, 64, 16))
+    assert list(methods) == [
+        "adam, batch 16",
+        "sign_ema, batch 16",
+        "adam, batch 64",
+        "sign_ema, batch 64",
+    ]
+    assert [(m.batch_size, m.steps) for m in methods.values()] == [(16, 24), (16, 24), (64, 6), (64, 6)]
+    rates = dict.fromkeys(methods, (1e-2, 2e-2, 4e-2))
+    tuned = sweep.tune(methods, rates, SEEDS, tmp_path, extensions=3)
+    page = findings.page(tuned, tmp_path, title="", command="")
+    assert [verdict.claim for verdict in page.sections[1].verdicts] == [
+        "sign_ema, batch 16 ends below adam, batch 16",
+        "sign_ema, batch 64 ends below adam, batch 64",
+    ]
+    assert all("97.5%" in verdict.why for verdict in page.sections[1].verdicts)
+    assert findings.write(tuned, tmp_path, tmp_path / "out", title="", command="").exists()
+
+
+def test_one_batch_size_keeps_the_names():
+    config = Train(steps=24, batch_size=16)
+    assert list(sweep.methods(config, ("adam", "sign_ema", "adam"))) == ["adam", "sign_ema"]
+    assert sweep.methods(config, ("adam",), (8,)) == {"adam": replace(config, batch_size=8, steps=48)}
+
+
+@pytest.mark.parametrize("size", [0, -4, 7, 1000])
+def test_batch_sizes_that_see_other_examples(size):
+    with pytest.raises(LabError, match=str(size)):
+        sweep.methods(Train(steps=24, batch_size=16), ("adam",), (16, size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import shlex
 import sys
@@ -60,6 +59,7 @@ def sweep(
     config: Annotated[Train, Flat],
     out: Path,
     optimizers: tuple[OptimizerName, ...] = ("adam", "micro_adam"),
+    batch_sizes: tuple[int, ...] = (),
     learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2),
     seeds: tuple[int, ...] = (0, 1, 2),
     processes: int = 2,
@@ -72,7 +72,9 @@ def sweep(
     Args:
         config: what all runs have in common.
         out: where runs, results and the page are written.
-        optimizers: the methods; the others are compared with the first.
+        optimizers: the others are compared with the first, at the same batch size.
+        batch_sizes: each optimizer runs at all of them, over the same number of examples; if none is
+            given, at `--batch-size`.
         learning_rates: the grid to begin with, at least two.
         seeds: each method runs with all of them.
         processes: how many runs at a time.
@@ -83,7 +85,7 @@ def sweep(
 
     console = Console()
 
-    methods = {name: dataclasses.replace(config, optimizer=name) for name in dict.fromkeys(optimizers)}
+    methods = sweeps.methods(config, optimizers, batch_sizes)
     with RunsBar(console) as bar:
         tuned = sweeps.tune(
             methods,

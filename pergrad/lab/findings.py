@@ -1,7 +1,8 @@
 """From tuned methods to a page: what was tried, how each did, and what may be said about it.
 
-The rule is fixed here, before any run: every method is compared with the first one, on the half of the
-validation data that chose nothing, paired by seeds, at a level that all claims share (see `decide`).
+The rule is fixed here, before any run: every method is compared with the first one of its batch size,
+on the half of the validation data that chose nothing, paired by seeds, at a level that all claims share
+(see `decide`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ def write(tuned: Mapping[str, Tuned], root: Path, out: Path, *, title: str, comm
 
 
 def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) -> report.Page:
-    first, *others = tuned
     names = list(tuned)
-    level = decide.level_of_each(max(1, len(others)))
+    firsts: dict[int, str] = {}  # by batch size
+    for name, own in tuned.items():
+        firsts.setdefault(own.method.batch_size, name)
+    pairs = [(name, firsts[own.method.batch_size]) for name, own in tuned.items()]
+    pairs = [(name, first) for name, first in pairs if name != first]
+    level = decide.level_of_each(max(1, len(pairs)))
     verdicts = [
         decide.compare(
             f"{name} ends below {first}",
@@ -49,7 +54,7 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
             level=level,
             names=(name, first),
         )
-        for name in others
+        for name, first in pairs
     ]
     by_rate = {
         name: {rate: _estimate(runs.values(), "tune_loss") for rate, runs in own.runs.items()}
@@ -87,12 +92,13 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
         tables=[_table(tuned, best)],
         verdicts=verdicts,
     )
-    seeds = sorted(tuned[first].reported)
+    seeds = sorted(tuned[names[0]].reported)
     runs = sum(len(own.runs) for own in tuned.values()) * len(seeds)
     return report.Page(
         title=title,
-        question=f"Which of {', '.join(names)} ends with the lowest loss?",
-        claim="None was made beforehand: " + "; ".join(v.claim for v in verdicts) + "?",
+        question=f"Which ends with the lowest loss: {'; '.join(names)}?",
+        claim="None was made beforehand."
+        + (f" Asked here: {'; '.join(v.claim for v in verdicts)}?" if verdicts else ""),
         ran=f"{runs} runs, {len(seeds)} seeds.\n\n    {command}",
         sections=[tuning, result],
         config={
@@ -126,14 +132,15 @@ def _table(tuned: Mapping[str, Tuned], best: Mapping[str, decide.Estimate]) -> r
 
 
 def _curve(own: Tuned, root: Path) -> tuple[Any, Any, Any, Any]:
-    """Examples seen, and the mean loss over seeds with its interval, in `SMOOTHED` points."""
+    """Examples seen, and the mean loss over seeds with its interval, in up to `SMOOTHED` points."""
+    parts = min(SMOOTHED, own.method.steps)
     losses = []
     for seed in own.reported:
         run = directory(root, dataclasses.replace(own.method, seed=seed))
         found = [row["loss"] for row in read_metrics(run)]
         padded = [np.nan if x is None else x for x in found] + [np.nan] * (own.method.steps - len(found))
-        losses.append([part.mean() for part in np.array_split(np.array(padded, float), SMOOTHED)])
+        losses.append([part.mean() for part in np.array_split(np.array(padded, float), parts)])
     points = [decide.estimate(list(at)) for at in zip(*losses, strict=True)]
-    ends = np.cumsum([len(part) for part in np.array_split(np.arange(own.method.steps), SMOOTHED)])
+    ends = np.cumsum([len(part) for part in np.array_split(np.arange(own.method.steps), parts)])
     columns = np.array([[p.mean, p.low, p.high] for p in points]).T
     return ends * own.method.batch_size, *columns
