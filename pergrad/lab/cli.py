@@ -110,6 +110,23 @@ def sweep(
     console.print(f"[bold]{page}[/bold]", soft_wrap=True)
 
 
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (), out: Path = Path("report")
+) -> None:
+    """Write a page about runs, finished or not.
+
+    Curves, final losses, noise diagnostics, and comparisons of methods that have the same seeds.
+
+    Args:
+        runs: directories of runs, or directories that contain them, such as a sweep's.
+        out: where the page, its figures and `results.jsonl` are written.
+    """
+    from pergrad.lab import gather
+
+    page = gather.write(runs, out, command="pergrad " + shlex.join(sys.argv[1:]))
+    Console().print(Text(str(page), "bold"), soft_wrap=True)
+
+
 def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """Print the plan of a loss.
 
@@ -132,7 +149,12 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     print(pg.explain(function, stats)(params, batch))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"train": train, "sweep": sweep, "explain": explain}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "sweep": sweep,
+    "report": report,
+    "explain": explain,
+}
 
 
 def _load(name: str) -> Callable[[], Any]:

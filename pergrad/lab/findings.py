@@ -8,6 +8,7 @@ on the half of the validation data that chose nothing, paired by seeds, at a lev
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from pergrad.lab.runs import directory, read_metrics, versions
 from pergrad.lab.sweep import Tuned
 
 SMOOTHED = 20  # points of a curve, each the mean over a twentieth of the run
+
+Curve = tuple[Any, Any, Any, Any]  # examples seen, and the mean over seeds with its interval
 
 
 def write(tuned: Mapping[str, Tuned], root: Path, out: Path, *, title: str, command: str) -> Path:
@@ -131,16 +134,25 @@ def _table(tuned: Mapping[str, Tuned], best: Mapping[str, decide.Estimate]) -> r
     return report.Table("Methods", ["method", "learning rate", "final loss", "runs that diverged"], rows)
 
 
-def _curve(own: Tuned, root: Path) -> tuple[Any, Any, Any, Any]:
-    """Examples seen, and the mean loss over seeds with its interval, in up to `SMOOTHED` points."""
-    parts = min(SMOOTHED, own.method.steps)
-    losses = []
-    for seed in own.reported:
-        run = directory(root, dataclasses.replace(own.method, seed=seed))
-        found = [row["loss"] for row in read_metrics(run)]
-        padded = [np.nan if x is None else x for x in found] + [np.nan] * (own.method.steps - len(found))
-        losses.append([part.mean() for part in np.array_split(np.array(padded, float), parts)])
-    points = [decide.estimate(list(at)) for at in zip(*losses, strict=True)]
-    ends = np.cumsum([len(part) for part in np.array_split(np.arange(own.method.steps), parts)])
-    columns = np.array([[p.mean, p.low, p.high] for p in points]).T
-    return ends * own.method.batch_size, *columns
+def _curve(own: Tuned, root: Path) -> Curve:
+    paths = [directory(root, dataclasses.replace(own.method, seed=seed)) for seed in own.reported]
+    return curve([[row["loss"] for row in read_metrics(path)] for path in paths], own.method.batch_size)
+
+
+def curve(runs: Sequence[Sequence[float | None]], batch_size: int) -> Curve:
+    """Of a number at each step of each run, in up to `SMOOTHED` points.
+
+    A run that ends with None has diverged there. One that is shorter than the others counts as far as it
+    came.
+    """
+    steps = max(map(len, runs))
+    ends = np.cumsum([len(part) for part in np.array_split(np.arange(steps), min(SMOOTHED, steps))])
+    points = []
+    for first, last in itertools.pairwise([0, *ends]):
+        there = [run for run in runs if last <= len(run) or run[-1] is None]
+        points.append(decide.estimate([_mean(run[first:last]) for run in there]))
+    return ends * batch_size, *np.array([[p.mean, p.low, p.high] for p in points]).T
+
+
+def _mean(part: Sequence[float | None]) -> float:
+    return np.nan if not part or None in part else float(np.mean(np.array(part, float)))
