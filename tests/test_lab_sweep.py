@@ -129,8 +129,10 @@ def test_lines_where_there_is_no_terminal(runs, tmp_path):
         for of in (2, 3):
             sweep.run_all([replace(ADAM, learning_rate=r) for r in grid[:of]], tmp_path, told=bar.told)
     first, second = file.getvalue().splitlines()
-    assert first.startswith("2 of 2: adam at 0.02, seed 0: loss 2.000 (") and "tokens/s" in first
-    assert second.startswith("3 of 3: adam at 0.4, seed 0: diverged (")
+    assert (
+        first.startswith("2 of 2: adam at 0.02, batch 16, seed 0: loss 2.000 (") and "tokens/s" in first
+    )
+    assert second.startswith("3 of 3: adam at 0.4, batch 16, seed 0: diverged (")
 
 
 def test_a_bar_in_a_terminal(monkeypatch):
@@ -149,7 +151,7 @@ def test_a_bar_in_a_terminal(monkeypatch):
         assert "no run is done yet" in shown()
         now = 10.0
         bar.told(ADAM, result(2.5) | {"steps": 20}, 5, 8)
-        assert "5/8" in shown() and "adam at 0.01, seed 0: loss 2.500" in shown()
+        assert "5/8" in shown() and "adam at 0.01, batch 16, seed 0: loss 2.500" in shown()
         assert "2,048 tokens/s" in shown() and "0:00:30 left" in shown()
         now = 20.0
         assert "0:00:20 left" in shown()

@@ -293,8 +293,9 @@ def _noise(methods: Methods) -> Iterator[report.Section]:
         return
     drawn = [_lines("Noise scale", "tr Sigma / |mu|^2.", scales, "examples", methods)]
     text = (
-        "Of runs with noise diagnostics. The noise scale is the batch size at which noise equals signal."
+        "The noise scale is the batch size at which noise equals signal. A run counts where it has seen "
     )
+    text += "any signal; without, the scale would be infinite."
     layers = sorted(
         {name.removeprefix("noise_share") for own in methods.values() for name in _noise_names(own)}
         - {""}

@@ -106,7 +106,8 @@ class RunsBar:
         now = time.monotonic()
         seconds = max(now - self._began, 1e-9)
         loss = "diverged" if result["diverged"] else f"loss {result['tune_loss']:.3f}"
-        run = f"{config.optimizer} at {config.learning_rate:g}, seed {config.seed}: {loss}"
+        method = f"{config.optimizer} at {config.learning_rate:g}, batch {config.batch_size}"
+        run = f"{method}, seed {config.seed}: {loss}"
         speed = ", ".join(f"{n / seconds:,.0f} {unit}/s" for unit, n in self._work.items())
         if self._progress.disable:
             self.console.print(f"{done} of {of}: {run} ({speed})", soft_wrap=True)
