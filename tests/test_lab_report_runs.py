@@ -43,8 +43,13 @@ def root(tmp_path_factory) -> Path:
         shutil.copy(file, text)
     model = Model(layers=1, width=16, heads=2, context=16)
     config = Train(data=str(text), model=model, batch_size=4, steps=24, noise_every=6)
-    jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    settings = {
+        "jax_compilation_cache_dir": str(root / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
     with pages.jax_as_for_users():
         for seed in (0, 1):
@@ -52,7 +57,8 @@ def root(tmp_path_factory) -> Path:
         with pytest.raises(KeyboardInterrupt):
             train(replace(config, seed=2), root / "killed", Killed())
         train(replace(config, optimizer="micro_adam_msq", learning_rate=1e6), root / "diverged")
-    jax.config.update("jax_compilation_cache_dir", None)
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
     assert json.loads((root / "diverged" / "result.json").read_text())["diverged"]
     return root
