@@ -1,17 +1,21 @@
 """Sweeps: what is done is not done again, and no method loses for want of tuning."""
 
+import io
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from pergrad.lab import cli, findings, sweep
+from pergrad.lab import cli, findings, progress, sweep
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
+from pergrad.lab.progress import RunsBar
 from tests import pages
 
 SEEDS = (0, 1, 2)
@@ -36,8 +40,12 @@ def runs(monkeypatch):
         out = result(math.inf if distance > 3.5 else 1 + distance**2 + 0.01 * config.seed)
         if out["test_loss"] is not None:
             out["test_loss"] += 5  # what is reported is not what was tuned on
+        if config.optimizer == "sign_ema" and out["test_loss"] is not None:
+            out["test_loss"] += 3 + 0.001 * config.seed
         path.mkdir(parents=True)
         (path / "result.json").write_text(json.dumps(out))
+        rows = [{"step": i + 1, "loss": out["train_loss"]} for i in range(config.steps)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return out
 
     monkeypatch.setattr(sweep, "_run", run)
@@ -84,6 +92,12 @@ def test_one_learning_rate_is_no_grid(tmp_path):
         sweep.tune({"Adam": ADAM}, {"Adam": [1e-2]}, SEEDS, tmp_path)
 
 
+@pytest.mark.parametrize("wrong", ["--optimizers", "--seeds", "--processes=0", "--learning-rates"])
+def test_a_sweep_of_nothing(wrong, tmp_path, capsys):
+    assert cli.main(["sweep", f"--out={tmp_path}", wrong]) == 1
+    assert capsys.readouterr().err.startswith("error: ") and not list(tmp_path.iterdir())
+
+
 def test_several_processes(tmp_path):
     (tmp_path / "text").mkdir()
     for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:8]:
@@ -101,6 +115,50 @@ def test_several_processes(tmp_path):
     losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in metrics]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert several[config] != several[wanted[1]]
+
+
+# Who watches.
+
+
+def test_lines_where_there_is_no_terminal(runs, tmp_path):
+    file = io.StringIO()
+    console = Console(file=file, width=40)
+    grid = [1e-2, 2e-2, 0.4]
+    sweep.run_all([replace(ADAM, learning_rate=1e-2)], tmp_path)
+    with RunsBar(console) as bar:
+        for of in (2, 3):
+            sweep.run_all([replace(ADAM, learning_rate=r) for r in grid[:of]], tmp_path, told=bar.told)
+    first, second = file.getvalue().splitlines()
+    assert (
+        first.startswith("2 of 2: adam at 0.02, batch 16, seed 0: loss 2.000 (") and "tokens/s" in first
+    )
+    assert second.startswith("3 of 3: adam at 0.4, batch 16, seed 0: diverged (")
+
+
+def test_a_bar_in_a_terminal(monkeypatch):
+    """20 steps, of 16 windows of 64 tokens, in 10 s, and 3 such runs to come; then the grid grows."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100)
+
+    def shown() -> str:
+        with console.capture() as capture:
+            console.print(bar._progress.get_renderable())
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capture.get())
+
+    with RunsBar(console) as bar:
+        assert "no run is done yet" in shown()
+        now = 10.0
+        bar.told(ADAM, result(2.5) | {"steps": 20}, 5, 8)
+        assert "5/8" in shown() and "adam at 0.01, batch 16, seed 0: loss 2.500" in shown()
+        assert "2,048 tokens/s" in shown() and "0:00:30 left" in shown()
+        now = 20.0
+        assert "0:00:20 left" in shown()
+        bar.told(replace(ADAM, data="digits"), result(math.inf), 6, 12)
+        assert "6/12" in shown() and "diverged" in shown()
+        assert "1,024 tokens/s, 8 images/s" in shown() and "0:01:00 left" in shown()
+    assert "5 of 8" not in file.getvalue()
 
 
 # The page.
@@ -144,19 +202,8 @@ def test_a_sweep_and_its_page(tmp_path, capsys):
     assert "of 12" not in capsys.readouterr().out
 
 
-def test_verdicts_of_a_page(runs, tmp_path, monkeypatch):
+def test_verdicts_of_a_page(runs, tmp_path):
     """Of runs whose answer is known: SignEMA is worse by 3, whatever the seed."""
-    made = sweep._run
-
-    def run(config, path, cache):
-        out = made(config, path, cache)
-        if config.optimizer == "sign_ema" and out["test_loss"] is not None:
-            out["test_loss"] += 3 + 0.001 * config.seed
-        rows = [{"step": i + 1, "loss": out["train_loss"]} for i in range(config.steps)]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return out
-
-    monkeypatch.setattr(sweep, "_run", run)
     rates = {"Adam": [5e-3, 1e-2, 2e-2], "SignEMA": [3.2e-2, 6.4e-2, 0.128]}
     tuned = sweep.tune({"Adam": ADAM, "SignEMA": SIGN}, rates, SEEDS, tmp_path)
     page = findings.page(tuned, tmp_path, title="", command="")
@@ -164,3 +211,37 @@ def test_verdicts_of_a_page(runs, tmp_path, monkeypatch):
     assert verdict.answer == "contradicted" and verdict.difference.mean == pytest.approx(3.001)
     page = findings.page(dict(reversed(tuned.items())), tmp_path, title="", command="")
     assert page.sections[1].verdicts[0].answer == "supported"
+
+
+def test_batch_sizes(runs, tmp_path):
+    """Compared within a batch size, though the loss would be lower at another; the level is shared."""
+    config = Train(steps=24, batch_size=16)
+    methods = sweep.methods(config, ("adam", "sign_ema"), (16, 64, 16))
+    assert list(methods) == [
+        "adam, batch 16",
+        "sign_ema, batch 16",
+        "adam, batch 64",
+        "sign_ema, batch 64",
+    ]
+    assert [(m.batch_size, m.steps) for m in methods.values()] == [(16, 24), (16, 24), (64, 6), (64, 6)]
+    rates = dict.fromkeys(methods, (1e-2, 2e-2, 4e-2))
+    tuned = sweep.tune(methods, rates, SEEDS, tmp_path, extensions=3)
+    page = findings.page(tuned, tmp_path, title="", command="")
+    assert [verdict.claim for verdict in page.sections[1].verdicts] == [
+        "sign_ema, batch 16 ends below adam, batch 16",
+        "sign_ema, batch 64 ends below adam, batch 64",
+    ]
+    assert all("97.5%" in verdict.why for verdict in page.sections[1].verdicts)
+    assert findings.write(tuned, tmp_path, tmp_path / "out", title="", command="").exists()
+
+
+def test_one_batch_size_keeps_the_names():
+    config = Train(steps=24, batch_size=16)
+    assert list(sweep.methods(config, ("adam", "sign_ema", "adam"))) == ["adam", "sign_ema"]
+    assert sweep.methods(config, ("adam",), (8,)) == {"adam": replace(config, batch_size=8, steps=48)}
+
+
+@pytest.mark.parametrize("size", [0, -4, 7, 1000])
+def test_batch_sizes_that_see_other_examples(size):
+    with pytest.raises(LabError, match=str(size)):
+        sweep.methods(Train(steps=24, batch_size=16), ("adam",), (16, size))

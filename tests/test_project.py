@@ -100,6 +100,7 @@ ORDER = [
     "pergrad.lab.figures",
     "pergrad.lab.report",
     "pergrad.lab.findings",
+    "pergrad.lab.gather",
     "pergrad.lab.cli",
     "pergrad.lab.__main__",
 ]

@@ -1,9 +1,22 @@
 """`python -m pergrad.lab`, and the command `pergrad`."""
 
+import os
 import sys
 
 
 def main() -> int:
+    """Runs the command; the exit code. Quiet if nobody reads its output any more (`pergrad | head`)."""
+    try:
+        try:
+            return _run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush, at exit
+        return 128 + 13  # as a shell reports SIGPIPE
+
+
+def _run() -> int:
     try:
         from pergrad.lab.cli import main as run
     except ImportError as error:

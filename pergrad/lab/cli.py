@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import shlex
 import sys
@@ -18,7 +17,7 @@ import pergrad as pg
 from pergrad.lab import decide
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.progress import ProgressBar
+from pergrad.lab.progress import ProgressBar, RunsBar
 
 Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
 
@@ -60,6 +59,7 @@ def sweep(
     config: Annotated[Train, Flat],
     out: Path,
     optimizers: tuple[OptimizerName, ...] = ("adam", "micro_adam"),
+    batch_sizes: tuple[int, ...] = (),
     learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2),
     seeds: tuple[int, ...] = (0, 1, 2),
     processes: int = 2,
@@ -72,7 +72,9 @@ def sweep(
     Args:
         config: what all runs have in common.
         out: where runs, results and the page are written.
-        optimizers: the methods; the others are compared with the first.
+        optimizers: the others are compared with the first, at the same batch size.
+        batch_sizes: each optimizer runs at all of them, over the same number of examples; if none is
+            given, at `--batch-size`.
         learning_rates: the grid to begin with, at least two.
         seeds: each method runs with all of them.
         processes: how many runs at a time.
@@ -83,22 +85,17 @@ def sweep(
 
     console = Console()
 
-    def told(run: Train, result: dict[str, Any], done: int, of: int) -> None:
-        loss = "diverged" if result["diverged"] else f"loss {result['tune_loss']:.3f}"
-        console.print(
-            f"{done} of {of}: {run.optimizer} at {run.learning_rate:g}, seed {run.seed}: {loss}"
+    methods = sweeps.methods(config, optimizers, batch_sizes)
+    with RunsBar(console) as bar:
+        tuned = sweeps.tune(
+            methods,
+            dict.fromkeys(methods, learning_rates),
+            seeds,
+            out / "runs",
+            processes=processes,
+            extensions=extensions,
+            told=bar.told,
         )
-
-    methods = {name: dataclasses.replace(config, optimizer=name) for name in dict.fromkeys(optimizers)}
-    tuned = sweeps.tune(
-        methods,
-        dict.fromkeys(methods, learning_rates),
-        seeds,
-        out / "runs",
-        processes=processes,
-        extensions=extensions,
-        told=told,
-    )
     page = findings.write(
         tuned,
         out / "runs",
@@ -111,6 +108,23 @@ def sweep(
             f"{name} at {own.method.learning_rate:g}: {decide.estimate(list(own.reported.values()))}"
         )
     console.print(f"[bold]{page}[/bold]", soft_wrap=True)
+
+
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (), out: Path = Path("report")
+) -> None:
+    """Write a page about runs, finished or not.
+
+    Curves, final losses, noise diagnostics, and comparisons of methods that have the same seeds.
+
+    Args:
+        runs: directories of runs, or directories that contain them, such as a sweep's.
+        out: where the page, its figures and `results.jsonl` are written.
+    """
+    from pergrad.lab import gather
+
+    page = gather.write(runs, out, command="pergrad " + shlex.join(sys.argv[1:]))
+    Console().print(Text(str(page), "bold"), soft_wrap=True)
 
 
 def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
@@ -135,7 +149,12 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     print(pg.explain(function, stats)(params, batch))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"train": train, "sweep": sweep, "explain": explain}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "sweep": sweep,
+    "report": report,
+    "explain": explain,
+}
 
 
 def _load(name: str) -> Callable[[], Any]:

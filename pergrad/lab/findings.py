@@ -1,12 +1,14 @@
 """From tuned methods to a page: what was tried, how each did, and what may be said about it.
 
-The rule is fixed here, before any run: every method is compared with the first one, on the half of the
-validation data that chose nothing, paired by seeds, at a level that all claims share (see `decide`).
+The rule is fixed here, before any run: every method is compared with the first one of its batch size,
+on the half of the validation data that chose nothing, paired by seeds, at a level that all claims share
+(see `decide`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +22,9 @@ from pergrad.lab.files import disk_errors
 from pergrad.lab.runs import directory, read_metrics, versions
 from pergrad.lab.sweep import Tuned
 
-Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # x, mean, low, high
 SMOOTHED = 20  # points of a curve, each the mean over a twentieth of the run
+
+Curve = tuple[Any, Any, Any, Any]  # examples seen, and the mean over seeds with its interval
 
 
 def write(tuned: Mapping[str, Tuned], root: Path, out: Path, *, title: str, command: str) -> Path:
@@ -43,16 +46,20 @@ def rows(tuned: Mapping[str, Tuned]) -> list[dict[str, Any]]:
 
 
 def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) -> report.Page:
-    first, *others = tuned
-    verdicts = compare(tuned, [(name, first) for name in others])
+    firsts: dict[int, str] = {}  # by batch size
+    for name, own in tuned.items():
+        firsts.setdefault(own.method.batch_size, name)
+    pairs = [(name, firsts[own.method.batch_size]) for name, own in tuned.items()]
+    verdicts = compare(tuned, [(name, first) for name, first in pairs if name != first])
     return report.Page(
         title=title,
-        question=f"Which of {', '.join(tuned)} ends with the lowest loss?",
-        claim="None was made beforehand: " + "; ".join(v.claim for v in verdicts) + "?",
+        question=f"Which ends with the lowest loss: {'; '.join(tuned)}?",
+        claim="None was made beforehand."
+        + (f" Asked here: {'; '.join(v.claim for v in verdicts)}?" if verdicts else ""),
         ran=f"{count(tuned)}\n\n    {command}",
         sections=[tuning(tuned), at_best(tuned, root, verdicts)],
         config={
-            "seeds": sorted(tuned[first].reported),
+            "seeds": sorted(next(iter(tuned.values())).reported),
             "versions": versions(),
             "methods": {name: configs.to_json(own.method) for name, own in tuned.items()},
         },
@@ -106,7 +113,9 @@ def at_best(
     """How each method ended at the learning rate that was chosen for it."""
     names = list(tuned)
     best = {name: decide.estimate(list(own.reported.values())) for name, own in tuned.items()}
-    curves = {name: curve(own.method, chosen(own, root)) for name, own in tuned.items()}
+    curves = {
+        name: curve(metric(chosen(own, root)), own.method.batch_size) for name, own in tuned.items()
+    }
     return report.Section(
         "Each at its best",
         "Losses on the other half of the validation data, which chose nothing.",
@@ -154,28 +163,25 @@ def chosen(own: Tuned, root: Path) -> list[Path]:
     return [directory(root, dataclasses.replace(own.method, seed=seed)) for seed in own.reported]
 
 
-def curve(config: configs.Train, runs: Sequence[Path], key: str = "loss") -> Curve:
-    """Examples seen, and the mean of a metric over runs with its interval, in `SMOOTHED` points."""
-    return band(config, smoothed(config, runs, key))
+def metric(runs: Sequence[Path], key: str = "loss") -> list[list[float | None]]:
+    """A metric of each run, at every step."""
+    return [[row[key] for row in read_metrics(run)] for run in runs]
 
 
-def smoothed(config: configs.Train, runs: Sequence[Path], key: str = "loss") -> np.ndarray:
-    """A metric of each run [run, point], averaged over equal parts of the run; NaN where it diverged."""
-    out = []
-    for run in runs:
-        found = [row[key] for row in read_metrics(run)]
-        padded = [np.nan if x is None else x for x in found] + [np.nan] * (config.steps - len(found))
-        out.append([part.mean() for part in _parts(config, np.array(padded, float))])
-    return np.array(out)
+def curve(runs: Sequence[Sequence[float | None]], batch_size: int) -> Curve:
+    """Of a number at each step of each run, in up to `SMOOTHED` points.
+
+    A run that ends with None has diverged there. One that is shorter than the others counts as far as it
+    came.
+    """
+    steps = max(map(len, runs))
+    ends = np.cumsum([len(part) for part in np.array_split(np.arange(steps), min(SMOOTHED, steps))])
+    points = []
+    for first, last in itertools.pairwise([0, *ends]):
+        there = [run for run in runs if last <= len(run) or run[-1] is None]
+        points.append(decide.estimate([_mean(run[first:last]) for run in there]))
+    return ends * batch_size, *np.array([[p.mean, p.low, p.high] for p in points]).T
 
 
-def band(config: configs.Train, values: np.ndarray) -> Curve:
-    """The mean over runs of `values` [run, point], with its interval, over examples seen."""
-    points = [decide.estimate(at.tolist()) for at in values.T]
-    ends = [part[-1] + 1 for part in _parts(config, np.arange(config.steps))]
-    mean, low, high = np.array([[p.mean, p.low, p.high] for p in points]).T
-    return np.array(ends) * config.batch_size, mean, low, high
-
-
-def _parts(config: configs.Train, steps: np.ndarray) -> list[np.ndarray]:
-    return np.array_split(steps, min(SMOOTHED, config.steps))
+def _mean(part: Sequence[float | None]) -> float:
+    return np.nan if not part or None in part else float(np.mean(np.array(part, float)))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pergrad.lab.config import Train
+from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.runs import directory, read_json
 
@@ -37,6 +37,8 @@ def silent(config: Train, result: dict[str, Any], done: int, of: int) -> None:
 
 def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told = silent) -> Results:
     """Runs what is not done yet, several at a time."""
+    if processes < 1:
+        raise LabError(f"runs need at least one process, not {processes}.")
     runs = list(dict.fromkeys(runs))
     results = {
         config: done for config in runs if (done := finished(directory(root, config))) is not None
@@ -114,6 +116,32 @@ def loss_of(result: Mapping[str, Any], name: str) -> float:
     return math.inf if result[name] is None else result[name]
 
 
+def methods(
+    config: Train, optimizers: Sequence[OptimizerName], batch_sizes: Sequence[int] = ()
+) -> dict[str, Train]:
+    """Every optimizer at every batch size, by default the configuration's own.
+
+    All see as many examples as the configuration asks for, in fewer steps if batches are larger.
+    """
+    examples = config.steps * config.batch_size
+    sizes = list(dict.fromkeys(batch_sizes or (config.batch_size,)))
+    for size in sizes:
+        if size < 1:
+            raise LabError(f"a batch size is at least 1, not {size}.")
+        if examples % size:
+            raise LabError(
+                f"{config.steps} steps of {config.batch_size} are {examples} examples, which batches of "
+                f"{size} do not divide. Choose --steps or --batch-size so that they do."
+            )
+    return {
+        f"{name}, batch {size}" if len(sizes) > 1 else name: dataclasses.replace(
+            config, optimizer=name, batch_size=size, steps=examples // size
+        )
+        for size in sizes
+        for name in dict.fromkeys(optimizers)
+    }
+
+
 def tune(
     methods: Mapping[str, Train],
     rates: Mapping[str, Sequence[float]],
@@ -133,6 +161,8 @@ def tune(
     """
     choosing = seeds[:tuning_seeds]
     grids = {name: sorted(set(rates[name])) for name in methods}
+    if not methods or not seeds:
+        raise LabError("a sweep needs at least one method and one seed.")
     if short := [name for name, grid in grids.items() if len(grid) < 2]:
         raise LabError(f"{short[0]} needs at least two learning rates, to know where to look further.")
     while True:
@@ -146,7 +176,7 @@ def tune(
         tuned = {
             name: _choose(method, grids[name], choosing, results) for name, method in methods.items()
         }
-        if extensions == 0 or not any(t.is_on_edge for t in tuned.values()):
+        if extensions <= 0 or not any(t.is_on_edge for t in tuned.values()):
             break
         grids = {name: _extended(grids[name], t) for name, t in tuned.items()}
         extensions -= 1

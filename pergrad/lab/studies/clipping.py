@@ -117,7 +117,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         f"{_listed(preset.example_norms)}.",
         [
             findings.at_best(tuned, lab.runs, findings.compare(tuned, CLAIMS)),
-            _over_the_run(tuned, lab),
+            _over_the_run(preset, tuned, lab),
             _norms(every, best),
             findings.tuning(tuned),
         ],
@@ -143,19 +143,26 @@ def _listed(norms: Sequence[float]) -> str:
     return ", ".join(f"{norm:g}" for norm in norms)
 
 
-def _over_the_run(tuned: Mapping[str, sweep.Tuned], lab: Lab) -> report.Section:
-    losses = {
-        name: findings.smoothed(own.method, findings.chosen(own, lab.runs))
-        for name, own in tuned.items()
-    }
+def _difference(a: Sequence[float | None], b: Sequence[float | None]) -> list[float | None]:
+    """Step by step, up to where one of them diverged."""
+    pairs = zip(a, b, strict=False)
+    return [None if x is None or y is None else x - y for x, y in pairs]
+
+
+def _over_the_run(preset: Preset, tuned: Mapping[str, sweep.Tuned], lab: Lab) -> report.Section:
+    paths = {name: findings.chosen(own, lab.runs) for name, own in tuned.items()}
+    losses = {name: findings.metric(runs) for name, runs in paths.items()}
+    size = preset.base.batch_size
     gains = {
-        name: findings.band(own.method, losses[name] - losses[_name(name.split(",")[0], NONE)])
-        for name, own in tuned.items()
+        name: findings.curve(
+            list(map(_difference, losses[name], losses[_name(name.split(",")[0], NONE)])), size
+        )
+        for name in tuned
         if NONE not in name
     }
     norms = {
-        name: findings.curve(own.method, findings.chosen(own, lab.runs), "gradient_norm")
-        for name, own in tuned.items()
+        name: findings.curve(findings.metric(runs, "gradient_norm"), size)
+        for name, runs in paths.items()
     }
     names = list(tuned)
     return report.Section(

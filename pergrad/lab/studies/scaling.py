@@ -120,7 +120,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     curves = {
         rule: {
             f"batch {size}": findings.curve(
-                runs[rule, size, 0], [directory(lab.runs, runs[rule, size, seed]) for seed in seeds]
+                findings.metric([directory(lab.runs, runs[rule, size, seed]) for seed in seeds]), size
             )
             for size in sorted(preset.batch_sizes)
         }

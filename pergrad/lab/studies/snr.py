@@ -99,8 +99,8 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         f"{preset.probes} random signs.",
         [_whole(noise, critical, base), _by_layer(noise, base)],
         [
-            *({"loss": results[config], "seed": config.seed} for config in runs),
-            *sum(noise, []),
+            *({"seed": config.seed} | results[config] for config in runs),
+            *(row for rows in noise for row in rows),
             *critical,
         ],
     )
