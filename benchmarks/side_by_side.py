@@ -24,7 +24,7 @@ import optax
 
 import pergrad as pg
 from benchmarks.models import CASES
-from benchmarks.timing import Program, Result, compile_all, table, time_all
+from pergrad.lab.timing import Program, Result, compile_all, table, time_all
 
 STATISTICS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
 

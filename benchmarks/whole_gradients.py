@@ -20,7 +20,7 @@ import optax
 import pergrad as pg
 from benchmarks.models import CASES
 from benchmarks.side_by_side import FLOOR, MICRO_GRAD_SIZES, RTOL, cost_table, provenance
-from benchmarks.timing import Result, compile_all, time_all
+from pergrad.lab.timing import Result, compile_all, time_all
 
 MAX_NORM = 1.0
 FIVE = {

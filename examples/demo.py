@@ -24,7 +24,7 @@ from benchmarks.side_by_side import (
     largest_difference,
     with_best_micro_grad,
 )
-from benchmarks.timing import compile_all, table, time_all
+from pergrad.lab.timing import compile_all, table, time_all
 
 MODEL = Transformer(batch=32, length=64, width=128, layers=2, vocab=256)
 STEPS = 80

@@ -87,6 +87,7 @@ ORDER = [
     "pergrad.lab",
     "pergrad.lab.errors",
     "pergrad.lab.files",
+    "pergrad.lab.timing",
     "pergrad.lab.config",
     "pergrad.lab.data",
     "pergrad.lab.model",
@@ -100,6 +101,8 @@ ORDER = [
     "pergrad.lab.figures",
     "pergrad.lab.report",
     "pergrad.lab.findings",
+    "pergrad.lab.studies",
+    "pergrad.lab.studies._study",
     "pergrad.lab.cli",
     "pergrad.lab.__main__",
 ]

@@ -1,4 +1,4 @@
-"""What a study is: a question, a claim, three sizes, and a function that runs one and says what it found.
+"""What a study is: a question, a claim, three sizes, a function that runs one and says what it found.
 
 Everything that decides is written down here and in the studies before any run: which methods, rates and
 seeds, which comparisons, and (in `decide`) how seeds are paired and when an interval supports a claim.
