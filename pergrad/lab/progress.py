@@ -9,22 +9,21 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import pergrad as pg
 from pergrad.lab.config import Train
 
 
 class ProgressBar:
-    """Loss, time left, examples per second, and what the statistics cost by the plan's estimate."""
+    """Loss, time left, examples per second, and what the statistics cost, measured at the start."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._progress: Progress | None = None
 
-    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None:
-        planned = plan()
-        price = planned.operations / planned.plain_operations
+    def start(self, config: Train, step: int, price: Callable[[], float]) -> None:
         if step:
             self.console.print(f"going on after step {step}")
+        with self.console.status("measuring what the statistics cost"):
+            measured = price()
         self._unit, per_example = (
             ("images", 1) if config.data == "digits" else ("tokens", config.model.context)
         )
@@ -36,7 +35,7 @@ class ProgressBar:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
-            TextColumn(f"statistics {price:.2f} x jax.grad (planned)"),
+            TextColumn(f"statistics {measured:.2f} x jax.grad (measured)"),
             TimeRemainingColumn(),
             console=self.console,
         )

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 import pergrad as pg
-from pergrad.lab import data, model, optimizers
+from pergrad.lab import data, model, optimizers, timing
 from pergrad.lab.config import Train
 from pergrad.lab.runs import Run, plain
 
@@ -51,9 +51,13 @@ class State(NamedTuple):
 
 
 class Observer(Protocol):
-    """Who watches a run, such as a progress bar."""
+    """Who watches a run, such as a progress bar.
 
-    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None: ...
+    `price()` measures the time of the statistics as a multiple of `jax.grad`'s. It takes a while, and
+    works only during `start`: the first step gives the parameters away.
+    """
+
+    def start(self, config: Train, step: int, price: Callable[[], float]) -> None: ...
 
     def advance(self, row: dict[str, Any]) -> None: ...
 
@@ -84,7 +88,7 @@ def make_problem(config: Train) -> Problem:
 class Unwatched:
     """Nobody watches."""
 
-    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None:
+    def start(self, config: Train, step: int, price: Callable[[], float]) -> None:
         pass
 
     def advance(self, row: dict[str, Any]) -> None:
@@ -123,8 +127,8 @@ def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[
         params = problem.params
         start = State(params, tx.init(params), monitor.init(params), jax.random.key(config.seed))
         done, state = run.restore(start)
-        explained = pg.explain(problem.loss, tx.stats, **options)
-        observer.start(config, done, lambda: explained(params, problem.batches[0]))
+        mean_fn, first = jax.value_and_grad(problem.loss), problem.batches[0]
+        observer.start(config, done, lambda: timing.ratio(stats_fn, mean_fn, params, first))
 
         waiting: list[dict[str, Any]] = []
         diverged = False
