@@ -100,6 +100,7 @@ ORDER = [
     "pergrad.lab.decide",
     "pergrad.lab.figures",
     "pergrad.lab.report",
+    "pergrad.lab.price",
     "pergrad.lab.findings",
     "pergrad.lab.studies",
     "pergrad.lab.studies._study",

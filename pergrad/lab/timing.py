@@ -8,6 +8,7 @@ to the first candidate.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +35,13 @@ class Program:
     """A candidate compiled ahead of time, and what that took.
 
     `temp_bytes` is what XLA sets aside for intermediate results; arguments and results do not
-    count.
+    count. NaN where XLA does not say.
     """
 
     run: Callable[..., Any]
     lower_seconds: float
     compile_seconds: float
-    temp_bytes: int
+    temp_bytes: float
 
     @property
     def build_seconds(self) -> float:
@@ -66,10 +67,10 @@ class Result:
         return float(low), float(median), float(high)
 
     def ratios(self, floor: Result) -> dict[str, float]:
-        """Time, temporary memory and build time as multiples of those of `floor`."""
+        """Time, temporary memory and build time as multiples of those of `floor`; NaN if that is 0."""
         return {
             "time": self.minimum / floor.minimum,
-            "memory": self.program.temp_bytes / floor.program.temp_bytes,
+            "memory": self.program.temp_bytes / (floor.program.temp_bytes or math.nan),
             "compile": self.program.build_seconds / floor.program.build_seconds,
         }
 
@@ -81,11 +82,12 @@ def compile_one(candidate: Callable[..., Any], *args: Any) -> Program:
     middle = time.perf_counter()
     compiled = lowered.compile()
     end = time.perf_counter()
+    memory = compiled.memory_analysis()
     return Program(
         run=compiled,
         lower_seconds=middle - start,
         compile_seconds=end - middle,
-        temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        temp_bytes=math.nan if memory is None else memory.temp_size_in_bytes,
     )
 
 
