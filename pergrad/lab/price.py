@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 import pergrad as pg
+from pergrad.lab.config import TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.timing import Program, Result, Say, compile_all, time_all, to_stderr
 
@@ -42,7 +43,6 @@ RTOL_BFLOAT16 = 0.1
 Tree = Any
 Loss = Callable[[Tree, Any], jax.Array]
 Candidate = Callable[[Tree, Any], tuple[jax.Array, dict[str, Any]]]
-TaskName = Literal["moments", "norms", "clipped"]
 
 
 @dataclass(frozen=True)
