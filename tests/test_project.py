@@ -104,6 +104,7 @@ ORDER = [
     "pergrad.lab.findings",
     "pergrad.lab.studies",
     "pergrad.lab.studies._study",
+    "pergrad.lab.studies.overhead",
     "pergrad.lab.cli",
     "pergrad.lab.__main__",
 ]
