@@ -83,11 +83,12 @@ def run(sizes: Sizes, lab: Lab) -> Outcome:
         said = ", ".join(f"{name} {points[-1].time(name).mean:.2f}" for name in NAMES)
         lab.say(f"{done} of {len(wanted)}: {points[-1].where}: {said} x jax.grad")
     machine = price.machine()
+    devices = ", ".join(machine["devices"])
     ran = (
-        f"The mean and the second moment of per-example gradients of a transformer of {sizes.layers} "
-        f"layers, with batches of {sizes.tokens} bytes of text, cut into sequences of T. The "
-        f"candidates take turns in {sizes.rounds} rounds, each until it has used {sizes.budget:g} "
-        f"seconds. On {machine['cores']} cores ({', '.join(machine['devices'])}), "
+        "The mean and the second moment of per-example gradients of a transformer with "
+        f"{sizes.layers} block{'s' * (sizes.layers > 1)}, in batches of {sizes.tokens} bytes of text, "
+        f"cut into B sequences of T. The candidates take turns in {sizes.rounds} rounds, each until it "
+        f"has used {sizes.budget:g} seconds. On {machine['cores']} cores ({devices}), "
         f"{machine['platform']}. The intervals are about rounds of one process: compiled again, or on "
         "another machine, times may differ by more."
     )
@@ -126,10 +127,10 @@ def time_verdict(
     answer = SUPPORTED if count[0] == len(each) else CONTRADICTED if count[1] else NOT_SHOWN
     worst, point = max(zip(each, points, strict=True), key=lambda pair: pair[0].difference.mean)
     e = worst.difference
-    mean, low, high = (limit * _exp(x) for x in (e.mean, e.low, e.high))
+    mean, low, high = (f"{limit * _exp(x):.2f}" for x in (e.mean, e.low, e.high))
     why = (
-        f"supported at {count[0]} and contradicted at {count[1]} of {len(each)} sizes; most at "
-        f"{point.where}: {mean:.2f} times ({100 * level:.3g}%: {low:.2f} to {high:.2f}) in {e.n} rounds"
+        f"supported at {count[0]} and contradicted at {count[1]} of {len(each)} sizes; the largest "
+        f"ratio is {mean} ({100 * level:.3g}%: {low} to {high}, {e.n} rounds), at {point.where}"
     )
     return Verdict(claim, e, answer, why)
 
@@ -143,7 +144,9 @@ def memory_verdict(claim: str, points: Sequence[Point], name: str, limit: float)
     exact = Estimate(beyond, beyond, beyond, len(ratios))
     if math.isnan(most):
         return Verdict(claim, exact, NOT_SHOWN, "XLA does not say how much memory is needed")
-    why = f"so at {within} of {len(ratios)} sizes; most at {points[at].where}: {most:.2f} times"
+    why = (
+        f"so at {within} of {len(ratios)} sizes; the largest ratio is {most:.2f}, at {points[at].where}"
+    )
     return Verdict(claim, exact, SUPPORTED if within == len(ratios) else CONTRADICTED, why)
 
 
