@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import pergrad as pg
 from benchmarks.models import Transformer
-from benchmarks.side_by_side import (
-    STATISTICS,
-    candidates,
-    cost_table,
-    largest_difference,
-    with_best_micro_grad,
-)
-from benchmarks.timing import compile_all, table, time_all
+from pergrad.lab import price
+from pergrad.lab.timing import table
 
+STATISTICS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
 MODEL = Transformer(batch=32, length=64, width=128, layers=2, vocab=256)
 STEPS = 80
 WINDOW = 20  # steps over which signal and noise are averaged before they are divided
@@ -91,12 +87,9 @@ def noise_table(summaries: list[dict[str, float]]) -> str:
 
 def compare_costs(params: Any, tokens: np.ndarray) -> str:
     """Time and memory of every way to the same statistics."""
-    programs = compile_all(
-        candidates(MODEL.loss, micro_grad_sizes=(1, 4), pergrad_sizes=("auto",)), params, tokens
-    )
-    largest_difference(programs, params, tokens)
-    results = time_all(programs, params, tokens, rounds=10, budget=5.0)
-    return cost_table(with_best_micro_grad(results))
+    candidates = price.candidates(MODEL.loss, micro_grad_sizes=(1, 4))
+    results = price.measure(candidates, params, tokens, rounds=10, budget=5.0)
+    return table(price.HEADER, price.cells(price.best_of_each(results)))
 
 
 def main() -> None:

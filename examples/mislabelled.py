@@ -37,8 +37,8 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score
 
 import pergrad as pg
-from benchmarks.timing import table
 from examples import digits
+from pergrad.lab.timing import table
 
 FRACTION = 0.08  # of the training labels are made wrong
 EPOCHS = 10

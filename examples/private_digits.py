@@ -42,8 +42,8 @@ from dp_accounting import pld
 from scipy.stats import binom
 
 import pergrad as pg
-from benchmarks.timing import table
 from examples import digits
+from pergrad.lab.timing import table
 
 DELTA = 1e-5
 SEEDS = 5

@@ -79,7 +79,7 @@ class Interrupt:
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def start(self, config: Any, step: int, plan: Any) -> None:
+    def start(self, config: Any, step: int, price: Any) -> None:
         self.started = step
 
     def advance(self, row: dict[str, Any]) -> None:

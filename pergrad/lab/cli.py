@@ -15,8 +15,9 @@ from rich.text import Text
 
 import pergrad as pg
 from pergrad.lab import decide
-from pergrad.lab.config import OptimizerName, Train
+from pergrad.lab.config import Model, OptimizerName, TaskName, Train
 from pergrad.lab.errors import LabError
+from pergrad.lab.files import disk_errors
 from pergrad.lab.progress import ProgressBar, RunsBar
 
 Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
@@ -149,10 +150,59 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     print(pg.explain(function, stats)(params, batch))
 
 
+def bench(
+    model: Model,
+    batch_size: int = 16,
+    statistics: TaskName = "moments",
+    rounds: int = 15,
+    data: str = "stdlib",
+    out: Path | None = None,
+) -> None:
+    """Measure what statistics cost on this machine.
+
+    Time and memory of pergrad beside `jax.grad`, `vmap(grad)` and `optax`, side by side, in one process
+    that wants the machine for itself.
+
+    Args:
+        model: the lab's model.
+        batch_size: examples in the batch.
+        statistics: mean and second moment; the norm of every gradient; or the mean of clipped gradients.
+        rounds: timed runs of each candidate, which take turns; the fastest counts.
+        data: where the batch comes from, as in `pergrad train`.
+        out: a JSON file for all numbers, with machine and versions.
+    """
+    from pergrad.lab import price, runs
+    from pergrad.lab.train import make_problem
+
+    if rounds < 1:
+        raise LabError(f"rounds must be at least 1, not {rounds}.")
+    problem = make_problem(Train(model=model, batch_size=batch_size, data=data))
+    params, batch = problem.params, problem.batches[0]
+    if out is not None:  # numbers that cannot be kept are not measured
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+    sizes = [size for size in price.MICRO_GRAD_SIZES if batch_size % size == 0]
+    candidates = price.candidates(problem.loss, price.TASKS[statistics], sizes)
+    rtol = price.RTOL if model.dtype == "float32" else price.RTOL_BFLOAT16
+    results = price.measure(candidates, params, batch, rounds=rounds, rtol=rtol)
+    console = Console()
+    asked = " and ".join(name.replace("_", " ") for name in price.TASKS[statistics].statistics)
+    title = f"{asked} of {batch_size} examples, beside {price.FLOOR}"
+    console.print(price.rich_table(title, price.best_of_each(results)))
+    console.print(f"fastest of {rounds} rounds; memory is what XLA sets aside for intermediate results")
+    if out is not None:
+        about = {"model": dataclasses.asdict(model), "batch_size": batch_size, "data": problem.name}
+        about |= {"statistics": statistics, "rounds": rounds}
+        where = {"versions": runs.versions(), "machine": price.machine()}
+        runs.write_json(out, {"config": about, **where, "results": price.numbers(results)})
+        console.print(f"[bold]{out}[/bold]", soft_wrap=True)
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "sweep": sweep,
     "report": report,
+    "bench": bench,
     "explain": explain,
 }
 

@@ -23,6 +23,7 @@ OptimizerName = Literal[
     "sign_sgd",
     "sign_ema",
 ]
+TaskName = Literal["moments", "norms", "clipped"]  # what `pergrad bench` can ask for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,22 +20,21 @@ from rich.progress import (
 )
 from rich.text import Text
 
-import pergrad as pg
 from pergrad.lab.config import Train
 
 
 class ProgressBar:
-    """Loss, time left, examples per second, and what the statistics cost by the plan's estimate."""
+    """Loss, time left, examples per second, and what the statistics cost, measured at the start."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._progress: Progress | None = None
 
-    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None:
-        planned = plan()
-        price = planned.operations / planned.plain_operations
+    def start(self, config: Train, step: int, price: Callable[[], float]) -> None:
         if step:
             self.console.print(f"going on after step {step}")
+        with self.console.status("measuring what the statistics cost"):
+            measured = price()
         self._unit, self._per_step = _work(config)
         self._first, self._began = step, time.monotonic()
         self._progress = Progress(
@@ -44,7 +43,7 @@ class ProgressBar:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
-            TextColumn(f"statistics {price:.2f} x jax.grad (planned)"),
+            TextColumn(f"statistics {measured:.2f} x jax.grad (measured)"),
             TimeRemainingColumn(),
             console=self.console,
         )

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 import pergrad as pg
-from pergrad.lab import data, model, optimizers
+from pergrad.lab import data, model, optimizers, timing
 from pergrad.lab.config import Train
 from pergrad.lab.runs import Run, plain
 
@@ -52,9 +52,13 @@ class State(NamedTuple):
 
 
 class Observer(Protocol):
-    """Who watches a run, such as a progress bar."""
+    """Who watches a run, such as a progress bar.
 
-    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None: ...
+    `price()` measures the time of the statistics as a multiple of `jax.grad`'s. It takes a while, and
+    works only during `start`: the first step gives the parameters away.
+    """
+
+    def start(self, config: Train, step: int, price: Callable[[], float]) -> None: ...
 
     def advance(self, row: dict[str, Any]) -> None: ...
 
@@ -85,7 +89,7 @@ def make_problem(config: Train) -> Problem:
 class Unwatched:
     """Nobody watches."""
 
-    def start(self, config: Train, step: int, plan: Callable[[], pg.Plan]) -> None:
+    def start(self, config: Train, step: int, price: Callable[[], float]) -> None:
         pass
 
     def advance(self, row: dict[str, Any]) -> None:
@@ -102,10 +106,10 @@ def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[
         if run.result is not None:
             return run.result
         program = _program(_without_numbers(config), problem.digest)
-        tx, monitor, params = program.tx, program.monitor, problem.params
+        monitor, params = program.monitor, problem.params
         done, state = run.restore(_start(config, program, params))
-        explained = pg.explain(problem.loss, tx.stats, microbatch_size=config.microbatch_size)
-        observer.start(config, done, lambda: explained(params, problem.batches[0]))
+        first, mean = problem.batches[0], jax.value_and_grad(problem.loss)
+        observer.start(config, done, lambda: timing.ratio(program.stats, mean, params, first))
 
         waiting: list[dict[str, Any]] = []
         diverged = False
@@ -150,6 +154,7 @@ class _Program(NamedTuple):
 
     tx: pg.optim.StatsTransformation
     monitor: pg.noise.Monitor
+    stats: Callable[[Tree, Any], Any]
     step: Callable[[State, Any, Any], tuple[State, dict[str, jax.Array]]]
     noise: Callable[[State, Any], State]
     validate: Callable[[Tree, Any], jax.Array]
@@ -186,6 +191,7 @@ def _program(config: Train, data_digest: str) -> _Program:
     return _Program(
         tx,
         monitor,
+        stats_fn,
         jax.jit(step, donate_argnums=0),
         jax.jit(noise, donate_argnums=0),
         jax.jit(functools.partial(_mean_loss, loss)),

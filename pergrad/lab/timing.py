@@ -6,6 +6,9 @@ always follows the same neighbour; and each is judged by its fastest run. What t
 to the first candidate.
 """
 
+from __future__ import annotations
+
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +18,30 @@ from typing import Any
 import jax
 import numpy as np
 
+Say = Callable[[str], None]  # is given pieces of text, not always whole lines
+
+
+def to_stderr(text: str) -> None:
+    """How far it is, for who waits at a terminal."""
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def silent(text: str) -> None:
+    """Nobody is told."""
+
 
 @dataclass(frozen=True)
 class Program:
     """A candidate compiled ahead of time, and what that took.
 
     `temp_bytes` is what XLA sets aside for intermediate results; arguments and results do not
-    count.
+    count. NaN where XLA does not say.
     """
 
     run: Callable[..., Any]
     lower_seconds: float
     compile_seconds: float
-    temp_bytes: int
+    temp_bytes: float
 
     @property
     def build_seconds(self) -> float:
@@ -52,48 +66,60 @@ class Result:
         low, median, high = np.percentile(self.seconds, [25, 50, 75])
         return float(low), float(median), float(high)
 
-    def ratios(self, floor: "Result") -> dict[str, float]:
-        """Time, temporary memory and build time as multiples of those of `floor`."""
+    def ratios(self, floor: Result) -> dict[str, float]:
+        """Time, temporary memory and build time as multiples of those of `floor`; NaN if that is 0."""
         return {
             "time": self.minimum / floor.minimum,
-            "memory": self.program.temp_bytes / floor.program.temp_bytes,
+            "memory": self.program.temp_bytes / (floor.program.temp_bytes or math.nan),
             "compile": self.program.build_seconds / floor.program.build_seconds,
         }
 
 
-def compile_all(candidates: Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Program]:
+def compile_one(candidate: Callable[..., Any], *args: Any) -> Program:
+    """Compile a candidate for `args`; quicker if JAX has seen parts of it before."""
+    start = time.perf_counter()
+    lowered = jax.jit(candidate).lower(*args)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    memory = compiled.memory_analysis()
+    return Program(
+        run=compiled,
+        lower_seconds=middle - start,
+        compile_seconds=end - middle,
+        temp_bytes=math.nan if memory is None else memory.temp_size_in_bytes,
+    )
+
+
+def compile_all(
+    candidates: Mapping[str, Callable[..., Any]], *args: Any, say: Say = to_stderr
+) -> dict[str, Program]:
     """Compile every candidate for `args`, each from empty caches so that none helps the next."""
     programs = {}
     for name, candidate in candidates.items():
         jax.clear_caches()
-        start = time.perf_counter()
-        lowered = jax.jit(candidate).lower(*args)
-        middle = time.perf_counter()
-        compiled = lowered.compile()
-        end = time.perf_counter()
-        programs[name] = Program(
-            run=compiled,
-            lower_seconds=middle - start,
-            compile_seconds=end - middle,
-            temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
-        )
-        _progress(f"  compiled {name} in {end - start:.1f} s\n")
+        programs[name] = compile_one(candidate, *args)
+        say(f"  compiled {name} in {programs[name].build_seconds:.1f} s\n")
     return programs
 
 
 def time_all(
-    programs: Mapping[str, Program], *args: Any, rounds: int = 15, budget: float = 10.0
+    programs: Mapping[str, Program],
+    *args: Any,
+    rounds: int = 15,
+    budget: float = 10.0,
+    say: Say = to_stderr,
 ) -> list[Result]:
     """Run each program once to warm up, then let them take turns for `rounds` rounds.
 
     A program that has used up its `budget` of seconds sits out the remaining rounds; each has at
-    least one timed run.
+    least one timed run. So `seconds[i]` of every result was measured in round i.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     spent = {name: _seconds(program, args) for name, program in programs.items()}
     timed: dict[str, list[float]] = {name: [] for name in programs}
-    _progress("  timing ")
+    say("  timing ")
     for index in range(rounds):
         for name in _order(list(programs), index):
             if timed[name] and spent[name] > budget:
@@ -101,9 +127,18 @@ def time_all(
             seconds = _seconds(programs[name], args)
             timed[name].append(seconds)
             spent[name] += seconds
-        _progress(".")
-    _progress("\n")
+        say(".")
+    say("\n")
     return [Result(name, programs[name], tuple(seconds)) for name, seconds in timed.items()]
+
+
+def ratio(
+    candidate: Callable[..., Any], floor: Callable[..., Any], *args: Any, rounds: int = 5
+) -> float:
+    """The time of a candidate as a multiple of that of `floor`, both jitted, by their fastest runs."""
+    programs = {"floor": compile_one(floor, *args), "candidate": compile_one(candidate, *args)}
+    first, second = time_all(programs, *args, rounds=rounds, say=silent)
+    return second.minimum / first.minimum
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -130,7 +165,3 @@ def _seconds(program: Program, args: tuple[Any, ...]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(program.run(*args))
     return time.perf_counter() - start
-
-
-def _progress(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
