@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import shlex
 import sys
@@ -11,11 +12,12 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 import pergrad as pg
 from pergrad.lab import decide
-from pergrad.lab.config import Model, OptimizerName, TaskName, Train
+from pergrad.lab.config import Model, OptimizerName, PresetName, StudyName, TaskName, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors
 from pergrad.lab.progress import ProgressBar, RunsBar
@@ -111,6 +113,72 @@ def sweep(
     console.print(f"[bold]{page}[/bold]", soft_wrap=True)
 
 
+def study(
+    name: Annotated[StudyName, tyro.conf.Positional],
+    preset: PresetName = "demo",
+    out: Path | None = None,
+    processes: int = 2,
+) -> None:
+    """Test what the paper claims, and write a page about what was found.
+
+    sign: where the sign goes in SignSGD. adam: what Adam divides by. plane: all weights of mean square
+    and variance. scaling: learning rates for other batch sizes. clipping: none, by batch, by example.
+    snr: signal and noise over a run. overhead: what statistics cost as sequences grow.
+
+    Args:
+        name: the question.
+        preset: how much is run: about two minutes, a quarter of an hour, or some hours.
+        out: where runs, results, figures and the page are written; by default in `studies`.
+        processes: how many runs at a time.
+    """
+    from pergrad.lab.studies import STUDIES, Lab, write
+
+    console = Console()
+    chosen = STUDIES[name]
+    out = out or Path("studies") / f"{name}-{preset}"
+    console.print(
+        f"[bold]{chosen.title}[/bold]\n{chosen.question}\n[bold]Claim:[/bold] {chosen.claim}\n"
+    )
+    with RunsBar(console) as bar:
+        lab = Lab(out / "runs", processes, bar.told, bar.say)
+        command = f"pergrad study {name} --preset {preset}"
+        page, answers = write(chosen, chosen.presets[preset], out, lab, command)
+    table = Table("claim", "answer", "why")
+    for verdict in answers:
+        table.add_row(*map(Text, (verdict.claim, verdict.answer, verdict.why)))
+    console.print(table)
+    console.print(Text(str(page), "bold"), soft_wrap=True)
+
+
+def demo(out: Path = Path("demo"), processes: int = 2) -> None:
+    """See all of it in three minutes.
+
+    The plan of a small language model, what its statistics cost beside `jax.grad`, and a comparison of
+    three optimizers on real text, with a page about it.
+
+    Args:
+        out: where runs, results, figures and the page are written.
+        processes: how many runs at a time.
+    """
+    from pergrad.lab import price
+    from pergrad.lab.train import make_problem
+
+    console = Console()
+    config = Train(model=Model(context=128), batch_size=8)
+    problem = make_problem(config)
+    params, batch = problem.params, problem.batches[0]
+    task = price.TASKS["moments"]
+    console.rule("The plan: mean and second moment of per-example gradients")
+    print(pg.explain(problem.loss, task.statistics)(params, batch))
+    console.rule("The price, measured beside jax.grad")
+    results = price.measure(
+        price.candidates(problem.loss, task, micro_grad_sizes=[1]), params, batch, rounds=9, budget=4.0
+    )
+    console.print(price.rich_table("", price.best_of_each(results)))
+    console.rule("A study: three places for the sign, on the sources of Python's library")
+    study("sign", "demo", out, processes)
+
+
 def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (), out: Path = Path("report")
 ) -> None:
@@ -199,8 +267,10 @@ def bench(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
     "train": train,
     "sweep": sweep,
+    "study": study,
     "report": report,
     "bench": bench,
     "explain": explain,

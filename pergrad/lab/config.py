@@ -23,6 +23,8 @@ OptimizerName = Literal[
     "sign_sgd",
     "sign_ema",
 ]
+StudyName = Literal["sign", "adam", "plane", "scaling", "clipping", "snr", "overhead"]
+PresetName = Literal["demo", "quick", "full"]  # minutes, a quarter of an hour, hours
 TaskName = Literal["moments", "norms", "clipped"]  # what `pergrad bench` can ask for
 
 

@@ -81,13 +81,9 @@ def lines_with_bands(
 ) -> None:
     """Curves (x, mean, low, high) by method. A cross ends those that are not finite further on.
 
-<<<<<<< HEAD
-    `interval` says what lies between low and high. `names` are all methods of the study, so that each
-    has its colour in every figure. `lines` are upright, at an x, and named in the legend.
-=======
     `interval` says what lies between low and high. `reference` is a level with its name, to compare the
-    curves with. `names` are all methods of the study, so that each has its colour in every figure.
->>>>>>> 40a87ab05a0ae5c594554f9ad81fcac26e53d012
+    curves with, and `lines` are upright, at an x. `names` are all methods of the study, so that each has
+    its colour in every figure.
     """
     ax = _axes(fig, xlabel, ylabel)
     ax.set_xscale("log" if logx else "linear")
@@ -106,10 +102,6 @@ def lines_with_bands(
             ax.plot(x[-1:], mean[-1:], "x", color=look["color"], ms=10, mew=2.5, zorder=4)
         entries.append((mean[-1], line, name) if end else (math.inf, line, f"{name}\ndiverged at once"))
     seen = np.concatenate([array[1:, :end] for array, end in zip(arrays, ends, strict=True)], 1)
-<<<<<<< HEAD
-    if not logy:
-        _limit(ax.set_ylim, *seen)
-=======
     if reference is not None:
         level, label = reference
         entries.append((level, ax.axhline(level, color="#222222", lw=1.2, ls=":", zorder=1), label))
@@ -123,7 +115,6 @@ def lines_with_bands(
         _limit(ax.set_ylim, *seen)
     if logx:
         _ticks(ax.xaxis, {float(x) for array in arrays for x in array[0]}, log=True)
->>>>>>> 40a87ab05a0ae5c594554f9ad81fcac26e53d012
     entries.sort(key=lambda entry: -entry[0])  # from top to bottom as the lines end
     has_band = bool((seen[1] < seen[2])[np.isfinite(seen).all(0)].any())
     notes = [(Patch(color="#666666", alpha=0.25, lw=0), interval)] * has_band

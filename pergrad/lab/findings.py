@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import numpy as np
 
 from pergrad.lab import config as configs
 from pergrad.lab import decide, figures, report, sweep
-from pergrad.lab.files import disk_errors
 from pergrad.lab.runs import directory, read_metrics, versions
 from pergrad.lab.sweep import Tuned
 
@@ -29,10 +27,7 @@ Curve = tuple[Any, Any, Any, Any]  # examples seen, and the mean over seeds with
 
 def write(tuned: Mapping[str, Tuned], root: Path, out: Path, *, title: str, command: str) -> Path:
     """`results.jsonl` with every run, `report.html`, and the figures; returns the path of the page."""
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(tuned)))
-    return report.write(page(tuned, root, title=title, command=command), out)
+    return report.write(page(tuned, root, title=title, command=command), out, rows(tuned))
 
 
 def rows(tuned: Mapping[str, Tuned]) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from pergrad.lab import config as configs
 from pergrad.lab import decide, figures, report, sweep
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.files import disk_errors, replace
 from pergrad.lab.findings import Curve, curve
 from pergrad.lab.runs import read_json, versions
 
@@ -60,12 +59,7 @@ def write(paths: Sequence[Path], out: Path, *, command: str) -> Path:
     """`results.jsonl`, `report.html` and the figures, of all runs in `paths`; the path of the page."""
     found = find(paths)
     methods = group(found)
-    lines = "".join(json.dumps(row) + "\n" for row in _results(methods))
-    made = page(methods, command=command)
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        replace(out / "results.jsonl", lines.encode())
-    return report.write(made, out)
+    return report.write(page(methods, command=command), out, _results(methods))
 
 
 # What there is.

@@ -115,6 +115,10 @@ class RunsBar:
             self._task, completed=done, total=of, description=run, speed=speed, end=end
         )
 
+    def say(self, line: str) -> None:
+        """A line about work that is not a run, above the bar."""
+        self._progress.console.print(Text(line), soft_wrap=True)
+
 
 class _TimeLeft(ProgressColumn):
     """Until `end`, the time of `time.monotonic` at which a task is expected to be done."""

@@ -9,6 +9,7 @@ too.
 from __future__ import annotations
 
 import base64
+import json
 import re
 import textwrap
 import unicodedata
@@ -77,13 +78,15 @@ class Page:
     config: Mapping[str, Any]
 
 
-def write(page: Page, out: Path) -> Path:
+def write(page: Page, out: Path, rows: Iterable[Mapping[str, Any]] = ()) -> Path:
     """Writes `out`/report.html and returns its path; figures also to `out`/figures/, as PNG and SVG.
 
-    The HTML comes last and at once: whoever reads it sees the former page or the new one.
+    `rows` are what the page is made from, for `out`/results.jsonl. The HTML comes last and at once:
+    whoever reads it sees the former page or the new one.
     """
     html = out / "report.html"
-    contents: dict[Path, bytes] = {}
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    contents: dict[Path, bytes] = {out / "results.jsonl": lines.encode()}
     pictures: list[bytes] = []
     drawn = [figure for section in page.sections for figure in section.figures]
     for figure, name in zip(drawn, _file_names([figure.title for figure in drawn]), strict=True):

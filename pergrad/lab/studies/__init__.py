@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pergrad.lab.config import StudyName
 from pergrad.lab.studies import adam, clipping, overhead, plane, scaling, sign, snr
-from pergrad.lab.studies._study import Study
+from pergrad.lab.studies._study import Lab, Outcome, Study, write
 
-STUDIES: dict[str, Study] = {
+__all__ = ["STUDIES", "Lab", "Outcome", "Study", "write"]
+
+STUDIES: dict[StudyName, Study] = {
     "sign": sign.STUDY,
     "adam": adam.STUDY,
     "plane": plane.STUDY,

@@ -7,16 +7,12 @@ seeds, which comparisons, and (in `decide`) how seeds are paired and when an int
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pergrad.lab import report, sweep
-from pergrad.lab.files import disk_errors, replace
+from pergrad.lab import decide, report, sweep
 from pergrad.lab.runs import versions
-
-PresetName = Literal["demo", "quick", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +45,11 @@ class Study:
     run: Callable[[Any, Lab], Outcome]
 
 
-def write(study: Study, preset: Any, out: Path, lab: Lab, command: str) -> Path:
-    """Runs a study at the size of `preset`; writes results.jsonl, figures and report.html, its path."""
+def write(
+    study: Study, preset: Any, out: Path, lab: Lab, command: str
+) -> tuple[Path, list[decide.Verdict]]:
+    """Runs a study and writes results, figures and page; returns the page's path, and the answers."""
     outcome = study.run(preset, lab)
-    lines = "".join(json.dumps(row) + "\n" for row in outcome.rows)
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        replace(out / "results.jsonl", lines.encode())
     page = report.Page(
         title=study.title,
         question=study.question,
@@ -64,4 +58,5 @@ def write(study: Study, preset: Any, out: Path, lab: Lab, command: str) -> Path:
         sections=outcome.sections,
         config={"preset": dataclasses.asdict(preset), "versions": versions()},
     )
-    return report.write(page, out)
+    answers = [verdict for section in outcome.sections for verdict in section.verdicts]
+    return report.write(page, out, outcome.rows), answers

@@ -137,10 +137,11 @@ def _ratio(pairs: Sequence[Sequence[float]]) -> float:
 
 
 def _band(x: Sequence[float], values: Any) -> findings.Curve:
-    """The mean over seeds of `values` [seed, x], taken of logarithms."""
+    """The mean over seeds of `values` [seed, x], taken of logarithms, where all seeds have a value."""
     points = [decide.estimate(np.log(at).tolist()) for at in np.array(values, float).T]
-    mean, low, high = np.exp(np.array([[p.mean, p.low, p.high] for p in points]).T)
-    return np.array(x, float), mean, low, high
+    columns = np.array([[at, *np.exp([p.mean, p.low, p.high])] for at, p in zip(x, points, strict=True)])
+    at, mean, low, high = columns[np.isfinite(columns[:, 1])].T
+    return at, mean, low, high
 
 
 def _whole(
@@ -208,7 +209,7 @@ def _whole(
         figures=[
             report.Figure(
                 "Batch sizes over training",
-                "Intervals over seeds; a gap where no signal, or no positive curvature, is seen.",
+                "Intervals over seeds; without points where a seed sees no signal or no curvature.",
                 lambda fig: figures.lines_with_bands(fig, curves, "step", "examples", logy=True),
             )
         ],
