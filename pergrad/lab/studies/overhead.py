@@ -266,8 +266,8 @@ STUDY = Study(
     "gradients are not the larger part; a transformer with 1.2 billion parameters took about 17% more "
     f"time and no more memory. Little is taken to be {LIMIT} times jax.grad.",
     presets={
-        "demo": Sizes((32,), (1 / 4, 1.0, 4.0), tokens=1024, layers=1, rounds=5, budget=2.0),
-        "quick": Sizes((64, 128), DOUBLINGS, tokens=4096, layers=2, rounds=8, budget=10.0),
+        "demo": Sizes((32,), (1 / 4, 1.0, 4.0), tokens=1024, layers=1, rounds=5, budget=5.0),
+        "quick": Sizes((64, 128), DOUBLINGS, tokens=4096, layers=2, rounds=8, budget=40.0),
         "full": Sizes((64, 128, 256), DOUBLINGS, tokens=8192, layers=4, rounds=20, budget=90.0),
     },
     run=run,
