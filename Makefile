@@ -11,8 +11,8 @@ OLDEST_JAX := jax==0.7.0 jaxlib==0.7.0
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
-demo: $(NEWEST)/installed ## train a small transformer, show its gradient noise and what it costs
-	$(NEWEST)/bin/python -m examples.demo
+demo: $(NEWEST)/installed ## a model's plan, the price of its statistics, a study on real text
+	$(NEWEST)/bin/pergrad demo
 
 private-digits: $(NEWEST)/installed ## train with differential privacy, show accuracy beside epsilon
 	$(NEWEST)/bin/python -m examples.private_digits

@@ -55,7 +55,7 @@ def train(
             f"loss {result['train_loss']:.3f} in training, {result['tune_loss']:.3f} and "
             f"{result['test_loss']:.3f} on the two halves of the validation data"
         )
-    console.print(f"[bold]{directory}[/bold]", soft_wrap=True)
+    console.print(Text(str(directory), "bold"), soft_wrap=True)
 
 
 def sweep(
@@ -110,7 +110,7 @@ def sweep(
         console.print(
             f"{name} at {own.method.learning_rate:g}: {decide.estimate(list(own.reported.values()))}"
         )
-    console.print(f"[bold]{page}[/bold]", soft_wrap=True)
+    console.print(Text(str(page), "bold"), soft_wrap=True)
 
 
 def study(
@@ -150,7 +150,7 @@ def study(
     console.print(Text(str(page), "bold"), soft_wrap=True)
 
 
-def demo(out: Path = Path("demo"), processes: int = 2) -> None:
+def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
     """See all of it in three minutes.
 
     The plan of a small language model, what its statistics cost beside `jax.grad`, and a comparison of
@@ -263,7 +263,7 @@ def bench(
         about |= {"statistics": statistics, "rounds": rounds}
         where = {"versions": runs.versions(), "machine": price.machine()}
         runs.write_json(out, {"config": about, **where, "results": price.numbers(results)})
-        console.print(f"[bold]{out}[/bold]", soft_wrap=True)
+        console.print(Text(str(out), "bold"), soft_wrap=True)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

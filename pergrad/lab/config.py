@@ -47,6 +47,13 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What is computed in; parameters are float32."""
 
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "context"):
+            if getattr(self, name) < 1:
+                raise LabError(f"model.{name} must be at least 1, not {getattr(self, name)}.")
+        if self.width % self.heads:
+            raise LabError(f"{self.heads} heads cannot share a width of {self.width}.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Train:
@@ -113,8 +120,6 @@ class Train:
             raise LabError(f"warmup is a part of the steps, from 0 to 1, not {self.warmup}.")
         if not self.learning_rate > 0:
             raise LabError(f"learning_rate must be positive, not {self.learning_rate}.")
-        if self.model.width % self.model.heads:
-            raise LabError(f"{self.model.heads} heads cannot share a width of {self.model.width}.")
 
 
 def to_json(config: Train) -> dict[str, Any]:

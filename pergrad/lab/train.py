@@ -167,7 +167,7 @@ def _without_numbers(config: Train) -> Train:
     return dataclasses.replace(config, **anything, **never)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=32)
 def _program(config: Train, data_digest: str) -> _Program:
     """Everything that runs on the device; `data_digest` is there to tell data of the same name apart."""
     loss = make_problem(config).loss

@@ -68,7 +68,7 @@ PRESETS = {
     ),
     "quick": Preset(
         Train(model=_SMALL, validate_every=_OFTEN, checkpoint_every=_OFTEN),
-        examples=16_384,
+        examples=8192,
         batch_sizes=(4, 16, 64),
         a=(0.0, 1 / 4, 1.0),
         b=(0.0, 1 / 64, 1 / 16, 1 / 4, 1.0),
