@@ -326,6 +326,15 @@ def test_lines():
     assert low < 2 and FALL[0] + 0.5 < high < 10
 
 
+def test_a_curve_that_exploded_does_not_hide_the_others():
+    sheet = Sheet()
+    wild = np.geomspace(3, 1e6, len(STEPS))
+    curves = {"calm": (STEPS, FALL, FALL, FALL), "wild": (STEPS, wild, wild, wild)}
+    figures.lines_with_bands(sheet, curves, "step", "loss")
+    assert FALL.max() <= sheet.axes[0].get_ylim()[1] < 100
+    assert legend_of(sheet.axes[0]) == ["wild", "calm", "some are above the figure"]
+
+
 def test_lines_without_bands_or_crosses():
     sheet = Sheet()
     figures.lines_with_bands(sheet, {"x": (STEPS, FALL, FALL, FALL)}, "step", "loss")

@@ -106,13 +106,19 @@ def lines_with_bands(
         level, label = reference
         entries.append((level, ax.axhline(level, color="#222222", lw=1.2, ls=":", zorder=1), label))
         seen = np.concatenate([seen, np.full((3, 1), level)], 1)
+    # The best-behaved curve is in sight from its beginning.
+    whole = min(
+        (array[1, :end].max() for array, end in zip(arrays, ends, strict=True) if end), default=0
+    )
     if logy:
-        _limit(lambda low, high: ax.set_ylim(math.exp(low), math.exp(high)), *np.log(seen))
+        is_cut = _limit(
+            lambda low, high: ax.set_ylim(math.exp(low), math.exp(high)), *np.log(seen), math.log(usual)
+        )
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(lambda value, _: _short(value))
         ax.yaxis.set_minor_locator(NullLocator())
     else:
-        _limit(ax.set_ylim, *seen)
+        is_cut = _limit(ax.set_ylim, *seen, usual)
     if logx:
         _ticks(ax.xaxis, {float(x) for array in arrays for x in array[0]}, log=True)
     entries.sort(key=lambda entry: -entry[0])  # from top to bottom as the lines end
@@ -120,6 +126,7 @@ def lines_with_bands(
     notes = [(Patch(color="#666666", alpha=0.25, lw=0), interval)] * has_band
     has_cross = any(end < array.shape[1] for array, end in zip(arrays, ends, strict=True))
     notes += [(_grey(marker="x", mew=2), "diverged from here on")] * has_cross
+    notes += [_ABOVE] * is_cut
     for i, (name, x) in enumerate((lines or {}).items()):
         look = {"color": "#222222", "ls": _DASHES[(i + 1) % len(_DASHES)], "lw": 1.4}
         notes.append((ax.axvline(x, **look), f"{name}: {x:.3g}"))
@@ -160,11 +167,12 @@ def loss_against_rate(
             crosses = sorted(at.keys() - sane.keys())
             top.plot(crosses, [falls.index(name)] * len(crosses), "x", color=look["color"], ms=7, mew=2)
     known = [e for at in by_method.values() for e in at.values() if _has_mean(e)]
-    _limit(ax.set_ylim, *_columns(known))
+    is_cut = _limit(ax.set_ylim, *_columns(known))
     _ticks(ax.xaxis, {rate for at in by_method.values() for rate in at}, log=True)
     entries.sort(key=lambda entry: entry[0])
     notes = [(_grey(marker="o", mfc="none", mew=1.8, ms=11), "best rate of a method")] * bool(known)
     notes += [(_grey(marker="|", mew=1.2, ms=13), interval)] * any(e.n > 1 for e in known)
+    notes += [_ABOVE] * is_cut
     _legend(ax, [(handle, label) for _, handle, label in entries] + notes)
 
 
@@ -301,6 +309,9 @@ def _grey(**look: Any) -> Line2D:
     return Line2D([], [], **({"color": "#666666", "ls": "", "ms": 7} | look))
 
 
+_ABOVE = _grey(marker="^"), "some are above the figure"
+
+
 def _legend(ax: Axes, entries: Sequence[tuple[Any, str]]) -> None:
     labels = ["\n".join(_plain(line, 28) for line in label.split("\n")) for _, label in entries]
     beside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0}
@@ -324,19 +335,32 @@ def _bars(estimates: Iterable[Estimate]) -> np.ndarray:
 
 
 def _limit(
-    set_limits: Callable[[float, float], Any], mean: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> None:
-    """Limits that contain all means, and the intervals but for those far wider than the others."""
+    set_limits: Callable[[float, float], Any],
+    mean: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    usual: float | None = None,
+) -> bool:
+    """Limits that contain the means, and the intervals but for those far wider than the others.
+
+    A loss that exploded would flatten all others: what is far above `usual`, by default three quarters of
+    the means, is cut off, and True is returned.
+    """
     mean = mean[np.isfinite(mean)]
     if not mean.size:
-        return
+        return False
     known = np.isfinite(low) & np.isfinite(high)
     low, high = low[known], high[known]
-    first, last = mean.min(), mean.max()
-    room = max(last - first, np.median(high - low) if known.any() else 0) or abs(first) / 2 or 1.0
-    first, last = max(min([first, *low]), first - room), min(max([last, *high]), last + room)
-    pad = 0.06 * (last - first or room)
-    set_limits(float(first - pad), float(last + pad))
+    width = float(np.median(high - low)) if known.any() else 0.0
+    first, most = mean.min(), mean.max()
+    usual = np.quantile(mean, 0.75) if usual is None else usual
+    spread = max(usual - first, width)
+    last = min(most, usual + 2 * spread) if spread > 0 else most
+    room = max(last - first, width) or abs(first) / 2 or 1.0
+    bottom, top = max(min([first, *low]), first - room), min(max([last, *high]), last + room)
+    pad = 0.06 * (top - bottom or room)
+    set_limits(float(bottom - pad), float(top + pad))
+    return bool(most > top + pad)
 
 
 def _ticks(axis: Axis, values: set[float], log: bool) -> None:

@@ -86,7 +86,7 @@ def write(page: Page, out: Path, rows: Iterable[Mapping[str, Any]] = ()) -> Path
     """
     html = out / "report.html"
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    contents: dict[Path, bytes] = {out / "results.jsonl": lines.encode()}
+    contents: dict[Path, bytes] = {out / "results.jsonl": lines.encode()} if lines else {}
     pictures: list[bytes] = []
     drawn = [figure for section in page.sections for figure in section.figures]
     for figure, name in zip(drawn, _file_names([figure.title for figure in drawn]), strict=True):

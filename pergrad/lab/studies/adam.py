@@ -114,7 +114,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     return Outcome(
         f"{findings.count(tuned)} {preset.base.steps} steps of {preset.base.batch_size} examples. "
         f"Clipped: the mean gradient to a norm of at most {CLIP:g}, and its statistics with it. Capped: "
-        f"no coordinate moves by more than {CAP:g} learning rates in a step.",
+        f"no coordinate moves by more than {CAP:g} times the learning rate in a step.",
         [
             findings.at_best(tuned, lab.runs, findings.compare(tuned, CLAIMS)),
             _stability(tuned, lab.runs),

@@ -122,9 +122,9 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     verdicts = findings.compare(tuned, claims)
     return Outcome(
         f"{findings.count(tuned)} {preset.examples} examples in batches of "
-        f"{', '.join(map(str, preset.batch_sizes))}. No coordinate moves by more than {CAP:g} learning "
-        "rates in a step, for any point: where b < a / B the estimate of a mu^2 + b sigma^2 may be "
-        "negative, and without a cap such runs diverge.",
+        f"{', '.join(map(str, preset.batch_sizes))}. No coordinate moves by more than {CAP:g} times the "
+        "learning rate in a step, for any point: where b < a / B the estimate of a mu^2 + b sigma^2 "
+        "may be negative, and without a cap such runs diverge.",
         [
             _map(preset, tuned, verdicts),
             *(
