@@ -106,19 +106,16 @@ def lines_with_bands(
         level, label = reference
         entries.append((level, ax.axhline(level, color="#222222", lw=1.2, ls=":", zorder=1), label))
         seen = np.concatenate([seen, np.full((3, 1), level)], 1)
-    # The best-behaved curve is in sight from its beginning.
-    whole = min(
-        (array[1, :end].max() for array, end in zip(arrays, ends, strict=True) if end), default=0
-    )
     if logy:
         is_cut = _limit(
-            lambda low, high: ax.set_ylim(math.exp(low), math.exp(high)), *np.log(seen), math.log(usual)
+            lambda low, high: ax.set_ylim(math.exp(low), math.exp(high)), *np.log(seen), math.inf
         )
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(lambda value, _: _short(value))
         ax.yaxis.set_minor_locator(NullLocator())
-    else:
-        is_cut = _limit(ax.set_ylim, *seen, usual)
+    else:  # all of the calmest curve is in sight
+        tops = [array[1, :end].max() for array, end in zip(arrays, ends, strict=True) if end]
+        is_cut = _limit(ax.set_ylim, *seen, min(tops, default=math.inf))
     if logx:
         _ticks(ax.xaxis, {float(x) for array in arrays for x in array[0]}, log=True)
     entries.sort(key=lambda entry: -entry[0])  # from top to bottom as the lines end
@@ -343,8 +340,8 @@ def _limit(
 ) -> bool:
     """Limits that contain the means, and the intervals but for those far wider than the others.
 
-    A loss that exploded would flatten all others: what is far above `usual`, by default three quarters of
-    the means, is cut off, and True is returned.
+    A loss that exploded would flatten all others: what is far above `usual`, by default three quarters
+    of the means, is cut off, and True is returned.
     """
     mean = mean[np.isfinite(mean)]
     if not mean.size:
