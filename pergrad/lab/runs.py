@@ -31,7 +31,7 @@ import orbax.checkpoint as ocp
 
 from pergrad.lab import config as configs
 from pergrad.lab.errors import LabError
-from pergrad.lab.files import disk_errors, replace
+from pergrad.lab.files import disk_errors, replace, to_json
 
 VERSIONED = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
 
@@ -51,9 +51,9 @@ def _commit() -> str | None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """All of it or nothing."""
+    """All of it or nothing; null for numbers that are not finite."""
     with disk_errors(path):
-        replace(path, (json.dumps(data, indent=2) + "\n").encode())
+        replace(path, (to_json(data, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
