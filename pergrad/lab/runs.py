@@ -43,7 +43,10 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # installed, perhaps inside of a repository that is not ours
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
