@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pergrad.lab import config as configs
 from pergrad.lab import decide, figures, report, sweep
+from pergrad.lab.config import Train, to_json
 from pergrad.lab.runs import directory, read_metrics, versions
 from pergrad.lab.sweep import Tuned
 
@@ -56,7 +56,7 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
         config={
             "seeds": sorted(next(iter(tuned.values())).reported),
             "versions": versions(),
-            "methods": {name: configs.to_json(own.method) for name, own in tuned.items()},
+            "methods": {name: to_json(own.method) for name, own in tuned.items()},
         },
     )
 
@@ -65,6 +65,16 @@ def count(tuned: Mapping[str, Tuned]) -> str:
     """How many runs there were, in words."""
     seeds = max(len(own.reported) for own in tuned.values())
     return f"{len(rows(tuned))} runs, {seeds} seeds."
+
+
+def configs(tuned: Mapping[str, Tuned]) -> set[Train]:
+    """Of all runs."""
+    return {
+        dataclasses.replace(own.method, learning_rate=rate, seed=seed)
+        for own in tuned.values()
+        for rate, by_seed in own.runs.items()
+        for seed in by_seed
+    }
 
 
 def compare(tuned: Mapping[str, Tuned], pairs: Sequence[tuple[str, str]]) -> list[decide.Verdict]:
