@@ -113,16 +113,18 @@ def run(preset: Preset, lab: Lab) -> Outcome:
 
 def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str, Any]]:
     """mu' H mu and tr(H Sigma) beside |mu|^2 and tr Sigma, of the same examples, at the checkpoints."""
-    problem = make_problem(dataclasses.replace(runs[0], batch_size=preset.examples))
-    curvature = jax.jit(pg.noise.curvature(problem.loss, probes=preset.probes))
+    problems = [make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs]
+    loss = problems[0].loss
+    curvature = jax.jit(pg.noise.curvature(loss, probes=preset.probes))
     stats: Any = {"mean": pg.Mean(), "norm": pg.Norm(), "count": pg.Count()}
-    stats_fn = jax.jit(pg.grad_stats(problem.loss, stats))
+    stats_fn = jax.jit(pg.grad_stats(loss, stats))
     out = []
-    for config in runs:
+    for config, problem in zip(runs, problems, strict=True):
         for step, params in parameters(config, directory(lab.runs, config)).items():
             lab.say(f"products with the Hessian, seed {config.seed}, step {step}")
             batch = problem.batches[step]
-            curved = curvature(jax.random.key(step), params, batch)
+            key = jax.random.fold_in(jax.random.key(config.seed), step)
+            curved = curvature(key, params, batch)
             plain = pg.noise.total(pg.noise.by_layer(stats_fn(params, batch)))
             out.append(
                 {
