@@ -21,6 +21,7 @@ from pergrad.lab.train import make_problem, parameters
 
 CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
 EARLY = 0.1  # of the run: at the end of warm-up
+AT_A_TIME = 64  # examples that go through the model at a time when a run is looked at
 
 Noise = Sequence[Mapping[int, Mapping[str, Any]]]  # for each run what was measured, by step
 
@@ -115,9 +116,10 @@ def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str,
     """mu' H mu and tr(H Sigma) beside |mu|^2 and tr Sigma, of the same examples, at the checkpoints."""
     problems = [make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs]
     loss = problems[0].loss
-    curvature = jax.jit(pg.noise.curvature(loss, probes=preset.probes))
+    size = min(AT_A_TIME, preset.examples)
+    curvature = jax.jit(pg.noise.curvature(loss, probes=preset.probes, microbatch_size=size))
     stats: Any = {"mean": pg.Mean(), "norm": pg.Norm(), "count": pg.Count()}
-    stats_fn = jax.jit(pg.grad_stats(loss, stats))
+    stats_fn = jax.jit(pg.grad_stats(loss, stats, microbatch_size=size))
     out = []
     for config, problem in zip(runs, problems, strict=True):
         for step, params in parameters(config, directory(lab.runs, config)).items():
