@@ -212,6 +212,7 @@ def curvature(
     batch_argnums: ArgNums = 1,
     keep_batch_dim: bool = True,
     probes: int = 1,
+    microbatch_size: int | None = None,
 ) -> Callable[..., SignalNoise]:
     """A function `(key, params, ...) -> (mu' H mu, tr(H Sigma))`, with the ratio B_c.
 
@@ -221,7 +222,8 @@ def curvature(
 
     one gradient and one product with the Hessian for each of the `probes`, and gbar' H gbar has tr(H
     Sigma) / B too much. Where the Hessian is not positive both may be negative, and their ratio says
-    nothing.
+    nothing. With a `microbatch_size` so many examples go through the model at a time, which takes the
+    memory of so many, and each forward pass once more.
     """
 
     def at(key: jax.Array, params: Tree, *rest: Any) -> SignalNoise:
@@ -237,7 +239,14 @@ def curvature(
             return fun(*(as_batch if keep_batch_dim else example))
 
         def weighted(params: Tree, w: jax.Array) -> jax.Array:
-            losses = jax.vmap(one, in_axes=axes)(params, *rest)
+            if microbatch_size is None:
+                return jnp.sum(w * jax.vmap(one, in_axes=axes)(params, *rest))
+
+            def at_one(example: dict[int, Any]) -> jax.Array:
+                return one(*(example.get(i, x) for i, x in enumerate((params, *rest))))
+
+            examples = {i: args[i] for i in batch}
+            losses = jax.lax.map(jax.checkpoint(at_one), examples, batch_size=microbatch_size)
             return jnp.sum(w * losses)
 
         equal = jnp.full(n, 1 / n)

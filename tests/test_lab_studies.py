@@ -176,6 +176,7 @@ def test_spikes():
     calm = list(np.linspace(4, 3, 60))
     assert not adam.has_spike(calm) and adam.has_spike([*calm, 3.0 + adam.SPIKE + 0.2])
     assert adam.has_spike([*calm, None]) and not adam.has_spike([5.0, 9.0])
+    assert adam.has_spike([5.0, None])  # however early
 
 
 # The plane.

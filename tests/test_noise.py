@@ -252,8 +252,9 @@ def test_curvature_of_one_example_at_a_time():
     batches = noise.curvature(lambda p, x: jnp.mean(jnp.square(x @ p)))
     singles = noise.curvature(lambda p, x: jnp.square(x @ p), keep_batch_dim=False)
     from_the_end = noise.curvature(lambda p, x: jnp.mean(jnp.square(x @ p)), batch_argnums=-1)
+    two_at_a_time = noise.curvature(lambda p, x: jnp.mean(jnp.square(x @ p)), microbatch_size=2)
     key, p = jax.random.key(0), jnp.ones(2)
-    for other in (singles, from_the_end):
+    for other in (singles, from_the_end, two_at_a_time):
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-9),
             batches(key, p, x),

@@ -100,22 +100,25 @@ def lines_with_bands(
         ax.fill_between(x, low, high, color=look["color"], alpha=0.2, lw=0)
         if end < array.shape[1]:
             ax.plot(x[-1:], mean[-1:], "x", color=look["color"], ms=10, mew=2.5, zorder=4)
-        entries.append((mean[-1], line, name) if end else (math.inf, line, f"{name}\ndiverged at once"))
+        nothing = "diverged at once" if array.size else "nothing to draw"
+        entries.append((mean[-1], line, name) if end else (math.inf, line, f"{name}\n{nothing}"))
     seen = np.concatenate([array[1:, :end] for array, end in zip(arrays, ends, strict=True)], 1)
     if reference is not None:
         level, label = reference
         entries.append((level, ax.axhline(level, color="#222222", lw=1.2, ls=":", zorder=1), label))
         seen = np.concatenate([seen, np.full((3, 1), level)], 1)
     if logy:
+        with np.errstate(divide="ignore"):  # the interval of a single value begins at 0
+            seen_log = np.log(seen)
         is_cut = _limit(
-            lambda low, high: ax.set_ylim(math.exp(low), math.exp(high)), *np.log(seen), math.inf
+            lambda low, high: ax.set_ylim(math.exp(low), math.exp(high)), *seen_log, usual=math.inf
         )
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(lambda value, _: _short(value))
         ax.yaxis.set_minor_locator(NullLocator())
     else:  # all of the calmest curve is in sight
         tops = [array[1, :end].max() for array, end in zip(arrays, ends, strict=True) if end]
-        is_cut = _limit(ax.set_ylim, *seen, min(tops, default=math.inf))
+        is_cut = _limit(ax.set_ylim, *seen, usual=min(tops, default=math.inf))
     if logx:
         _ticks(ax.xaxis, {float(x) for array in arrays for x in array[0]}, log=True)
     entries.sort(key=lambda entry: -entry[0])  # from top to bottom as the lines end
@@ -336,6 +339,7 @@ def _limit(
     mean: np.ndarray,
     low: np.ndarray,
     high: np.ndarray,
+    *,
     usual: float | None = None,
 ) -> bool:
     """Limits that contain the means, and the intervals but for those far wider than the others.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pergrad.lab.errors import LabError
 
@@ -17,6 +20,19 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LabError(f"cannot write to {path}: {error.strerror or error}.") from error
+
+
+def to_json(data: Any, indent: int | None = None) -> str:
+    """As JSON, which has no NaN and no infinity: null in their place."""
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pergrad.lab import config as configs
 from pergrad.lab import decide, figures, report, sweep
+from pergrad.lab.config import Train, to_json
 from pergrad.lab.runs import directory, read_metrics, versions
 from pergrad.lab.sweep import Tuned
 
@@ -56,7 +56,7 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
         config={
             "seeds": sorted(next(iter(tuned.values())).reported),
             "versions": versions(),
-            "methods": {name: configs.to_json(own.method) for name, own in tuned.items()},
+            "methods": {name: to_json(own.method) for name, own in tuned.items()},
         },
     )
 
@@ -65,6 +65,16 @@ def count(tuned: Mapping[str, Tuned]) -> str:
     """How many runs there were, in words."""
     seeds = max(len(own.reported) for own in tuned.values())
     return f"{len(rows(tuned))} runs, {seeds} seeds."
+
+
+def configs(tuned: Mapping[str, Tuned]) -> set[Train]:
+    """Of all runs."""
+    return {
+        dataclasses.replace(own.method, learning_rate=rate, seed=seed)
+        for own in tuned.values()
+        for rate, by_seed in own.runs.items()
+        for seed in by_seed
+    }
 
 
 def compare(tuned: Mapping[str, Tuned], pairs: Sequence[tuple[str, str]]) -> list[decide.Verdict]:
@@ -83,11 +93,8 @@ def compare(tuned: Mapping[str, Tuned], pairs: Sequence[tuple[str, str]]) -> lis
 
 
 def tuning(tuned: Mapping[str, Tuned], title: str = "Learning rates") -> report.Section:
-    """Which learning rates were tried, and how they did."""
-    by_rate = {
-        name: {rate: _estimate(runs.values(), "tune_loss") for rate, runs in own.runs.items()}
-        for name, own in tuned.items()
-    }
+    """Which learning rates were tried, and how they did with the seeds that choose."""
+    by_rate = {name: _by_rate(own) for name, own in tuned.items()}
     return report.Section(
         title,
         "A method has the learning rate with the lowest mean loss on one half of the validation data. "
@@ -95,7 +102,7 @@ def tuning(tuned: Mapping[str, Tuned], title: str = "Learning rates") -> report.
         figures=[
             report.Figure(
                 "Final loss against learning rate",
-                "On the half of the validation data that chooses.",
+                "On the half of the validation data that chooses, with the seeds that choose.",
                 lambda fig: figures.loss_against_rate(fig, by_rate, names=list(tuned)),
             )
         ],
@@ -131,8 +138,13 @@ def at_best(
     )
 
 
-def _estimate(runs: Any, name: str) -> decide.Estimate:
-    return decide.estimate([sweep.loss_of(run, name) for run in runs])
+def _by_rate(own: Tuned) -> dict[float, decide.Estimate]:
+    """Of the seeds that ran at every rate: at the chosen one there may be more."""
+    seeds = [seed for seed in own.reported if all(seed in runs for runs in own.runs.values())]
+    return {
+        rate: decide.estimate([sweep.loss_of(runs[seed], "tune_loss") for seed in seeds])
+        for rate, runs in own.runs.items()
+    }
 
 
 def _edges(tuned: Mapping[str, Tuned]) -> str:

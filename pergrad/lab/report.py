@@ -9,7 +9,6 @@ too.
 from __future__ import annotations
 
 import base64
-import json
 import re
 import textwrap
 import unicodedata
@@ -81,11 +80,11 @@ class Page:
 def write(page: Page, out: Path, rows: Iterable[Mapping[str, Any]] = ()) -> Path:
     """Writes `out`/report.html and returns its path; figures also to `out`/figures/, as PNG and SVG.
 
-    `rows` are what the page is made from, for `out`/results.jsonl. The HTML comes last and at once:
-    whoever reads it sees the former page or the new one.
+    `rows` are what the page is made from, for `out`/results.jsonl, null where a number is not finite.
+    The HTML comes last and at once: whoever reads it sees the former page or the new one.
     """
     html = out / "report.html"
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    lines = "".join(files.to_json(row) + "\n" for row in rows)
     contents: dict[Path, bytes] = {out / "results.jsonl": lines.encode()} if lines else {}
     pictures: list[bytes] = []
     drawn = [figure for section in page.sections for figure in section.figures]

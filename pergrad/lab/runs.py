@@ -31,7 +31,7 @@ import orbax.checkpoint as ocp
 
 from pergrad.lab import config as configs
 from pergrad.lab.errors import LabError
-from pergrad.lab.files import disk_errors, replace
+from pergrad.lab.files import disk_errors, replace, to_json
 
 VERSIONED = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
 
@@ -43,7 +43,10 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # installed, perhaps inside of a repository that is not ours
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -51,9 +54,9 @@ def _commit() -> str | None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """All of it or nothing."""
+    """All of it or nothing; null for numbers that are not finite."""
     with disk_errors(path):
-        replace(path, (json.dumps(data, indent=2) + "\n").encode())
+        replace(path, (to_json(data, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:

@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,14 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
                 config = futures[future]
                 results[config] = future.result()
                 told(config, results[config], len(results), len(runs))
-        except BaseException:
+        except BaseException as error:
             _workers.cache_clear()
             pool.shutdown(cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                raise LabError(
+                    "a process was killed, perhaps for want of memory. The same command again "
+                    "continues; fewer processes need less."
+                ) from error
             raise
     return results
 
@@ -82,7 +88,8 @@ def finished(path: Path) -> dict[str, Any] | None:
 
 def _run(config: Train, path: Path, cache: str | None) -> dict[str, Any]:
     if cache is not None:  # in a process of its own, before JAX starts: one core each
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+        flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false"
+        os.environ["XLA_FLAGS"] = flags if flag in flags else f"{flags} {flag}"
         import jax
 
         jax.config.update("jax_compilation_cache_dir", cache)

@@ -125,15 +125,17 @@ def run(preset: Preset, lab: Lab) -> Outcome:
 
 
 def has_spike(losses: Sequence[float | None]) -> bool:
-    """Whether a loss is more than `SPIKE` above the lowest mean of `CALM` steps before it.
+    """Whether a loss is more than `SPIKE` above the lowest mean of `CALM` steps before it, or no number.
 
     >>> has_spike([3.0] * 30 + [3.6] + [3.0] * 30), has_spike([3.0] * 60), has_spike([3.0] * 30 + [None])
     (True, False, True)
     """
-    x = np.array([np.inf if loss is None else loss for loss in losses])
+    if None in losses:
+        return True
+    x = np.array(losses, float)
     if len(x) <= CALM:
         return False
-    means = np.convolve(np.where(np.isfinite(x), x, 1e9), np.full(CALM, 1 / CALM), "valid")
+    means = np.convolve(x, np.full(CALM, 1 / CALM), "valid")
     return bool(np.any(x[CALM:] > np.minimum.accumulate(means)[:-1] + SPIKE))
 
 
@@ -148,7 +150,7 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
                 for seed, result in own.runs[rate].items():
                     config = dataclasses.replace(own.method, learning_rate=rate, seed=seed)
                     losses = [row["loss"] for row in read_metrics(directory(root, config))]
-                    runs.append((result, has_spike(losses)))
+                    runs.append((result, result["diverged"] or has_spike(losses)))
             diverged = sum(result["diverged"] for result, _ in runs)
             cells += [f"{diverged} of {len(runs)}", f"{sum(spike for _, spike in runs)} of {len(runs)}"]
         rows.append([name, *cells])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -111,10 +110,10 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     }
     tuned = tune({name: methods[name][norm] for name, norm in best.items()}, preset.seeds)
     return Outcome(
-        f"{len({**_runs(every), **_runs(tuned)})} runs, {preset.seeds} seeds. {preset.base.steps} steps "
-        f"of {preset.base.batch_size} examples. Norms were chosen together with learning rates, of the "
-        f"batch's gradient from {_listed(preset.batch_norms)}, of an example's from "
-        f"{_listed(preset.example_norms)}.",
+        f"{len(findings.configs(every) | findings.configs(tuned))} runs, {preset.seeds} seeds. "
+        f"{preset.base.steps} steps of {preset.base.batch_size} examples. Norms were chosen together "
+        f"with learning rates, of the batch's gradient from {_listed(preset.batch_norms)}, of an "
+        f"example's from {_listed(preset.example_norms)}.",
         [
             findings.at_best(tuned, lab.runs, findings.compare(tuned, CLAIMS)),
             _over_the_run(preset, tuned, lab),
@@ -128,15 +127,6 @@ def run(preset: Preset, lab: Lab) -> Outcome:
 def _tuning_loss(own: sweep.Tuned) -> float:
     runs = own.runs[own.method.learning_rate].values()
     return float(np.mean([sweep.loss_of(run, "tune_loss") for run in runs]))
-
-
-def _runs(tuned: Mapping[str, sweep.Tuned]) -> dict[Train, Any]:
-    return {
-        dataclasses.replace(own.method, learning_rate=rate, seed=seed): result
-        for own in tuned.values()
-        for rate, by_seed in own.runs.items()
-        for seed, result in by_seed.items()
-    }
 
 
 def _listed(norms: Sequence[float]) -> str:

@@ -53,10 +53,10 @@ class Preset:
 
 
 _SMALL = Model(layers=2, width=32, heads=4, context=32)
-_OFTEN = 10**6  # steps between validations and checkpoints: only the last step is validated
+_NEVER = 10**6  # only the last step is validated, and short runs are not saved
 PRESETS = {
     "demo": Preset(
-        Train(model=_SMALL, validate_every=_OFTEN, checkpoint_every=_OFTEN),
+        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
         examples=3200,
         batch_sizes=(16,),
         a=(0.0, 1.0),
@@ -67,7 +67,7 @@ PRESETS = {
         extensions=0,
     ),
     "quick": Preset(
-        Train(model=_SMALL, validate_every=_OFTEN, checkpoint_every=_OFTEN),
+        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
         examples=8192,
         batch_sizes=(4, 16, 64),
         a=(0.0, 1 / 4, 1.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -132,10 +133,10 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         for (rule, size, seed), config in runs.items()
     ]
     return Outcome(
-        f"{len(set(runs.values())) + len(watched)} runs and {len(findings.rows(tuned))} to tune the "
-        f"learning rate at batch {home}, {preset.seeds} seeds. Every run sees {preset.examples} "
-        f"examples, in batches of {min(preset.batch_sizes)} to {max(preset.batch_sizes)}. Only the "
-        "learning rate follows the rule: the decays of the averages stay as they are.",
+        f"{len({*results, *findings.configs(tuned)})} runs, {preset.seeds} seeds. The learning rate was "
+        f"tuned at batch {home}. Every run sees {preset.examples} examples, in batches of "
+        f"{min(preset.batch_sizes)} to {max(preset.batch_sizes)}. Only the learning rate follows the "
+        "rule: the decays of the averages stay as they are.",
         [
             _final(losses, home, noise_scale),
             _curves(curves),
@@ -146,18 +147,20 @@ def run(preset: Preset, lab: Lab) -> Outcome:
 
 
 def _noise_scale(runs: Sequence[Train], lab: Lab) -> dict[str, float]:
-    """tr Sigma / |mu|^2 in the first and the second half of the base's runs: sums before they divide."""
-    pairs = []
+    """tr Sigma / |mu|^2 in the first and the second half of the base's runs: sums before they divide.
+
+    Runs that diverged count as far as they came. NaN where no signal is seen.
+    """
+    sums = {"first half": np.zeros(2), "second half": np.zeros(2)}
     for config in runs:
-        rows = [row["noise"] for row in read_metrics(directory(lab.runs, config)) if "noise" in row]
-        pairs.append([[row["signal"], row["noise"]] for row in rows])
-    values = np.array(pairs, float)  # [run, time, which]
-    halves = np.array_split(values, 2, axis=1)
-    out = {}
-    for name, half in zip(("first half", "second half"), halves, strict=True):
-        signal, noise = np.sum(half, axis=(0, 1))
-        out[name] = float(noise / signal) if signal > 0 else float("nan")
-    return out
+        for row in read_metrics(directory(lab.runs, config)):
+            noise = row.get("noise", {})
+            if noise.get("signal") is not None:
+                half = "first half" if 2 * row["step"] <= config.steps else "second half"
+                sums[half] += noise["signal"], noise["noise"]
+    return {
+        name: float(noise / signal) if signal > 0 else math.nan for name, (signal, noise) in sums.items()
+    }
 
 
 def agreeing(losses: Mapping[int, Mapping[int, float]], home: int) -> dict[int, decide.Verdict]:
@@ -211,7 +214,7 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
         ["rule", "from", "to", "octaves"],
         [[rule, str(low), str(high), f"{octaves[rule]:g}"] for rule, (low, high) in ranges.items()],
     )
-    lines = {f"noise scale, {name}": value for name, value in noise_scale.items()}
+    lines = {f"noise scale, {name}": x for name, x in noise_scale.items() if math.isfinite(x)}
     return report.Section(
         "Where runs end",
         f"Losses on the half of the validation data that chose nothing. The rules start from batch "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,10 +128,10 @@ def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
         for seed in range(preset.looked_seeds)
     ]
     sweep.run_all(runs, lab.runs, processes=lab.processes, told=lab.told)
-    problem = make_problem(dataclasses.replace(best, batch_size=preset.examples))
+    problems = [make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs]
     stats_fn = jax.jit(
         pg.grad_stats(
-            problem.loss,
+            problems[0].loss,
             {
                 "mean": pg.Mean(),
                 "second_moment": pg.Mean(pg.power(2)),
@@ -143,7 +144,7 @@ def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
         )
     )
     out: list[dict[str, Any]] = []
-    for config in runs:
+    for config, problem in zip(runs, problems, strict=True):
         for step, params in parameters(config, directory(lab.runs, config)).items():
             lab.say(f"the signs of {preset.examples} examples, seed {config.seed}, step {step}")
             out += [
@@ -267,6 +268,8 @@ def _snr(looks: list[dict[str, Any]], key: str, group: str, seed: int, step: int
 
 
 def _snr_of(rows: list[dict[str, Any]], key: str) -> float:
+    if not rows:  # the run diverged before
+        return math.nan
     signal, noise = np.sum([row[key] for row in rows], axis=0)
     return float(np.sqrt(max(signal, 0) / noise)) if noise > 0 else 0.0
 
@@ -288,9 +291,9 @@ def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
         )
     return report.Section(
         "Where the mean and the median have different signs",
-        "The mean of the signs has the sign of the median. Only coordinates count in which both signs "
-        "are sure, being more than two standard errors from 0. The last column says which layers "
-        "explain the disagreement.",
+        "The mean of the signs has the sign of the median, of the examples whose gradient is not 0. "
+        "Only coordinates count in which both signs are sure, being more than two standard errors from "
+        "0. The last column says which layers explain the disagreement.",
         tables=[
             report.Table(
                 "Coordinates, over all steps and seeds looked at",

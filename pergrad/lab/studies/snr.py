@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 import pergrad as pg
 from pergrad.lab import decide, figures, findings, report, sweep
 from pergrad.lab.config import Model, Train
+from pergrad.lab.errors import LabError
 from pergrad.lab.runs import directory, read_metrics
 from pergrad.lab.studies import _layers
 from pergrad.lab.studies._study import Lab, Outcome, Study
@@ -20,6 +21,9 @@ from pergrad.lab.train import make_problem, parameters
 
 CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
 EARLY = 0.1  # of the run: at the end of warm-up
+AT_A_TIME = 64  # examples that go through the model at a time when a run is looked at
+
+Noise = Sequence[Mapping[int, Mapping[str, Any]]]  # for each run what was measured, by step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +86,15 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     runs = [dataclasses.replace(base, seed=seed) for seed in range(preset.seeds)]
     results = sweep.run_all(runs, lab.runs, processes=lab.processes, told=lab.told)
     noise = [
-        [
-            {"seed": config.seed, "step": row["step"]} | row["noise"]
+        {
+            row["step"]: {"seed": config.seed, "step": row["step"]} | row["noise"]
             for row in read_metrics(directory(lab.runs, config))
             if "noise" in row
-        ]
+        }
         for config in runs
     ]
+    if not any(noise):
+        raise LabError("all runs diverged before noise was measured for the first time.")
     critical = _critical(preset, runs, lab)
     loss = decide.estimate([sweep.loss_of(results[config], "test_loss") for config in runs])
     return Outcome(
@@ -100,7 +106,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         [_whole(noise, critical, base), _by_layer(noise, base)],
         [
             *({"seed": config.seed} | results[config] for config in runs),
-            *(row for rows in noise for row in rows),
+            *(row for by_step in noise for row in by_step.values()),
             *critical,
         ],
     )
@@ -108,16 +114,19 @@ def run(preset: Preset, lab: Lab) -> Outcome:
 
 def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str, Any]]:
     """mu' H mu and tr(H Sigma) beside |mu|^2 and tr Sigma, of the same examples, at the checkpoints."""
-    problem = make_problem(dataclasses.replace(runs[0], batch_size=preset.examples))
-    curvature = jax.jit(pg.noise.curvature(problem.loss, probes=preset.probes))
+    problems = [make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs]
+    loss = problems[0].loss
+    size = min(AT_A_TIME, preset.examples)
+    curvature = jax.jit(pg.noise.curvature(loss, probes=preset.probes, microbatch_size=size))
     stats: Any = {"mean": pg.Mean(), "norm": pg.Norm(), "count": pg.Count()}
-    stats_fn = jax.jit(pg.grad_stats(problem.loss, stats))
+    stats_fn = jax.jit(pg.grad_stats(loss, stats, microbatch_size=size))
     out = []
-    for config in runs:
+    for config, problem in zip(runs, problems, strict=True):
         for step, params in parameters(config, directory(lab.runs, config)).items():
             lab.say(f"products with the Hessian, seed {config.seed}, step {step}")
             batch = problem.batches[step]
-            curved = curvature(jax.random.key(step), params, batch)
+            key = jax.random.fold_in(jax.random.key(config.seed), step)
+            curved = curvature(key, params, batch)
             plain = pg.noise.total(pg.noise.by_layer(stats_fn(params, batch)))
             out.append(
                 {
@@ -132,7 +141,7 @@ def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str,
 
 def _ratio(pairs: Sequence[Sequence[float]]) -> float:
     """Noise over signal, added up before they are divided; NaN where no signal is seen."""
-    signal, noise = np.sum(np.array(pairs, float), axis=0)
+    signal, noise = np.sum(np.array(pairs, float).reshape(-1, 2), axis=0)
     return float(noise / signal) if signal > 0 and noise > 0 else math.nan
 
 
@@ -144,12 +153,36 @@ def _band(x: Sequence[float], values: Any) -> findings.Curve:
     return at, mean, low, high
 
 
-def _whole(
-    noise: Sequence[Sequence[Mapping[str, Any]]], critical: Sequence[Mapping[str, Any]], base: Train
-) -> report.Section:
-    steps = [row["step"] for row in noise[0]]
+def _if_seen(
+    rule: Callable[..., decide.Verdict],
+    claim: str,
+    a: Mapping[int, float],
+    b: Mapping[int, float],
+    **options: Any,
+) -> decide.Verdict:
+    """What the rule says. Where a ratio is NaN nothing has diverged, so nothing is shown."""
+    verdict = rule(claim, a, b, **options)
+    unseen = sum(math.isnan(a[seed] - b[seed]) for seed in a)
+    if not unseen:
+        return verdict
+    why = f"no signal, or no curvature along it, was seen with {unseen} of {len(a)} seeds"
+    return dataclasses.replace(verdict, answer=decide.NOT_SHOWN, why=why)
+
+
+def _steps(noise: Noise) -> list[int]:
+    return sorted({step for by_step in noise for step in by_step})
+
+
+def _pairs(by_step: Mapping[int, Mapping[str, Any]], steps: Sequence[int], path: str = "") -> Any:
+    """Signal and noise at those of the steps that a run has reached."""
+    rows = [by_step[step] for step in steps if step in by_step]
+    return [(row[f"signal{path}"], row[f"noise{path}"]) for row in rows]
+
+
+def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> report.Section:
+    steps = _steps(noise)
     seeds = range(len(noise))
-    scales = [[_ratio([(row["signal"], row["noise"])]) for row in rows] for rows in noise]
+    scales = [[_ratio(_pairs(by_step, [step])) for step in steps] for by_step in noise]
     early = max(0, round(EARLY * len(steps)) - 1)
     looks = sorted({row["step"] for row in critical})
 
@@ -166,22 +199,25 @@ def _whole(
     }
     level = decide.level_of_each(3)
     verdicts = [
-        decide.compare(
-            f"the noise scale is larger at the end than at step {steps[early]} (logarithms)",
+        _if_seen(
+            decide.compare,
+            f"the noise scale is lower at step {steps[early]} than at the end (logarithms)",
             {s: math.log(scales[s][early]) for s in seeds},
             {s: math.log(scales[s][-1]) for s in seeds},
             level=level,
             names=("early", "late"),
         ),
-        decide.compare(
+        _if_seen(
+            decide.compare,
             "at the end noise is the larger part of Adam's second moment: "
-            f"(sigma^2 / {base.batch_size}) / mu^2 is above 1 (logarithms)",
+            f"1 is lower than (sigma^2 / {base.batch_size}) / mu^2 (logarithms)",
             dict.fromkeys(seeds, 0.0),
             {s: math.log(scales[s][-1] / base.batch_size) for s in seeds},
             level=level,
             names=("1", "the ratio"),
         ),
-        decide.equivalent(
+        _if_seen(
+            decide.equivalent,
             f"critical batch size and noise scale agree within a factor of {CLOSE:g} (logarithms)",
             {s: math.log(at("curvature", s)) for s in seeds},
             {s: math.log(at("identity", s)) for s in seeds},
@@ -222,17 +258,17 @@ def _whole(
     )
 
 
-def _by_layer(noise: Sequence[Sequence[Mapping[str, Any]]], base: Train) -> report.Section:
-    steps = [row["step"] for row in noise[0]]
-    paths = [name.removeprefix("signal") for name in noise[0][0] if name.startswith("signal[")]
+def _by_layer(noise: Noise, base: Train) -> report.Section:
+    steps = _steps(noise)
+    measured = next(row for by_step in noise for row in by_step.values())
+    paths = [name.removeprefix("signal") for name in measured if name.startswith("signal[")]
     groups = {g: [p for p in paths if _layers.group(p) == g] for g in _layers.GROUPS}
 
-    def share(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> float:
-        pairs = [(row[f"signal{p}"], row[f"noise{p}"]) for row in rows for p in own]
-        return _ratio(pairs) / base.batch_size
+    def share(by_step: Mapping[int, Any], steps: Sequence[int], own: Sequence[str]) -> float:
+        return _ratio([pair for p in own for pair in _pairs(by_step, steps, p)]) / base.batch_size
 
     curves = {
-        g: _band(steps, [[share([row], own) for row in rows] for rows in noise])
+        g: _band(steps, [[share(by_step, [step], own) for step in steps] for by_step in noise])
         for g, own in groups.items()
         if own
     }
@@ -241,8 +277,8 @@ def _by_layer(noise: Sequence[Sequence[Mapping[str, Any]]], base: Train) -> repo
         [
             _layers.short(path),
             *(
-                f"{np.exp(np.mean([math.log(share(r[part], [path])) for r in noise])):.2f}"
-                for part in (slice(third), slice(-third, None))
+                f"{np.exp(np.mean([math.log(share(run, part, [path])) for run in noise])):.2f}"
+                for part in (steps[:third], steps[-third:])
             ),
         ]
         for path in paths
