@@ -186,7 +186,7 @@ agree and in batches of at most 8.
 def sign_disagreement(
     stats: Stats, where: Where | None = None, *, z: float = 2.0
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Where the mean of the signs (whose sign is the median's) and the mean have different signs.
+    """Where the mean of the signs (the sign of the median, if few are 0) and the mean disagree in sign.
 
     For each parameter two numbers of coordinates: those that disagree, and all in which both signs are
     sure, the mean being more than `z` standard errors from 0 and that of the signs too. The rest cannot

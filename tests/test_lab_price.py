@@ -210,7 +210,7 @@ def test_the_bar_measures_the_price(config, tmp_path, monkeypatch):
 
 
 def test_overhead(text, tmp_path):
-    sizes = overhead.Sizes(
+    sizes = overhead.Preset(
         (16,), (1 / 2, 1.0), tokens=32, layers=1, rounds=3, budget=10.0, data=str(text)
     )
     said = []

@@ -65,7 +65,7 @@ def tiny(name: str, base: Train) -> Any:
     raise AssertionError(name)
 
 
-CLAIMS = {"sign": 2 + 3, "adam": 8, "plane": 3, "scaling": 2 + 2, "clipping": 6, "snr": 3}
+CLAIMS = {"sign": 2 + 3, "adam": 8 + 2, "plane": 3, "scaling": 4, "clipping": 6, "snr": 3}
 FIGURES = {"sign": 5, "adam": 3, "plane": 2, "scaling": 5, "clipping": 5, "snr": 2}
 
 
@@ -224,12 +224,18 @@ def test_how_far_a_rule_carries(ends, expected):
 
 
 @pytest.mark.parametrize(
-    ("octaves", "answer"), [((8, 3), "supported"), ((3, 8), "contradicted"), ((5, 5), "not shown")]
+    ("ours", "theirs", "answer"),
+    [
+        ((8, 8), (3, 3), "supported"),
+        ((5, 8), (3, 4), "supported"),
+        ((5, 8), (3, 6), "not shown"),  # the other may reach as far
+        ((3, 3), (5, 6), "contradicted"),
+        ((4, 4), (4, 4), "contradicted"),  # as far is not farther
+    ],
 )
-def test_octaves_are_counted(octaves, answer):
-    ours, theirs = octaves
-    verdict = scaling._wider({scaling.SQRT: float(ours), scaling.LINEAR: float(theirs)}, scaling.LINEAR)
-    assert verdict.answer == answer and f"{ours} octaves against {theirs}" in verdict.why
+def test_octaves_are_counted(ours, theirs, answer):
+    verdict = scaling.more_octaves("", scaling.Octaves(*ours), scaling.Octaves(*theirs))
+    assert verdict.answer == answer and verdict.why.startswith(f"{ours[0]} octaves")
 
 
 def test_batch_sizes_that_do_not_fit(base):

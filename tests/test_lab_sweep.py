@@ -16,6 +16,7 @@ from pergrad.lab import cli, findings, progress, sweep
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.progress import RunsBar
+from pergrad.lab.runs import directory
 from tests import pages
 
 SEEDS = (0, 1, 2)
@@ -44,6 +45,7 @@ def runs(monkeypatch):
             out["test_loss"] += 3 + 0.001 * config.seed
         path.mkdir(parents=True)
         (path / "result.json").write_text(json.dumps(out))
+        (path / "config.json").write_text(json.dumps({"data": {"digest": "of all text"}}))
         rows = [{"step": i + 1, "loss": out["train_loss"]} for i in range(config.steps)]
         (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return out
@@ -76,6 +78,15 @@ def test_down_from_where_all_diverge(runs, tmp_path):
 def test_an_edge_that_is_left_is_told(runs, tmp_path):
     tuned = sweep.tune({"SignEMA": SIGN}, {"SignEMA": [1e-3, 2e-3]}, SEEDS, tmp_path, extensions=1)
     assert tuned["SignEMA"].is_on_edge
+
+
+def test_runs_of_other_text_are_not_compared(runs, tmp_path):
+    first, second = (replace(ADAM, seed=seed) for seed in SEEDS[:2])
+    sweep.run_all([first, second], tmp_path)
+    file = directory(tmp_path, first) / "config.json"
+    file.write_text(json.dumps({"data": {"digest": "of other text"}}))
+    with pytest.raises(LabError, match=r"the text of stdlib is not the same .* Choose another"):
+        sweep.run_all([first, second], tmp_path)
 
 
 def test_what_is_done_is_not_done_again(runs, tmp_path):

@@ -49,8 +49,7 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
         for config in waiting:
             results[config] = _run(config, directory(root, config), None)
             told(config, results[config], len(results), len(runs))
-        return results
-    if waiting:
+    elif waiting:
         pool = _workers(processes)
         cache = str((root / ".compiled").resolve())
         futures = {pool.submit(_run, c, directory(root, c), cache): c for c in waiting}
@@ -68,7 +67,22 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
                     "continues; fewer processes need less."
                 ) from error
             raise
+    _check_same_data(results, root)
     return results
+
+
+def _check_same_data(runs: Iterable[Train], root: Path) -> None:
+    """A folder's text may have changed since some of the runs were done: they cannot be compared."""
+    digests: dict[tuple[Any, ...], str] = {}
+    for config in runs:
+        path = directory(root, config)
+        about = read_json(path / "config.json")["data"]
+        key = config.data, config.tokens, config.vocabulary
+        if digests.setdefault(key, about["digest"]) != about["digest"]:
+            raise LabError(
+                f"the text of {config.data} is not the same for all runs in {root}: it has changed "
+                f"since some were done (see {path / 'config.json'}). Choose another directory."
+            )
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pergrad.lab import findings, report, sweep
+from pergrad.lab import decide, findings, report, sweep
 from pergrad.lab.config import Model, OptimizerName, Train
 from pergrad.lab.runs import directory, read_metrics
 from pergrad.lab.studies._study import Lab, Outcome, Study
@@ -41,6 +41,7 @@ CLAIMS = (
     (CAPPED, MICRO),
     (CAPPED, ADAM),
 )
+LESS_STABLE = (MICRO, VAR)  # than Adam
 SPIKE = 0.5  # nats above the lowest mean of `CALM` steps before: a spike
 CALM = 20
 
@@ -142,8 +143,10 @@ def has_spike(losses: Sequence[float | None]) -> bool:
 def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
     """Runs that diverged and runs with spikes, at the chosen learning rate and at all."""
     rows: list[list[str]] = []
+    spikes: dict[str, dict[int, float]] = {}
     for name, own in tuned.items():
         cells: list[str] = []
+        spikes[name] = {}
         for rates in ([own.method.learning_rate], list(own.runs)):
             runs: list[tuple[dict[str, Any], bool]] = []
             for rate in rates:
@@ -151,9 +154,21 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
                     config = dataclasses.replace(own.method, learning_rate=rate, seed=seed)
                     losses = [row["loss"] for row in read_metrics(directory(root, config))]
                     runs.append((result, result["diverged"] or has_spike(losses)))
+                    if rate == own.method.learning_rate:
+                        spikes[name][seed] = float(runs[-1][1])
             diverged = sum(result["diverged"] for result, _ in runs)
             cells += [f"{diverged} of {len(runs)}", f"{sum(spike for _, spike in runs)} of {len(runs)}"]
         rows.append([name, *cells])
+    verdicts = [
+        decide.compare(
+            f"runs of Adam have a spike less often than runs of {name}",
+            spikes[ADAM],
+            spikes[name],
+            level=decide.level_of_each(len(LESS_STABLE)),
+            names=(ADAM, name),
+        )
+        for name in LESS_STABLE
+    ]
     return report.Section(
         "Stability",
         f"A run has a spike if the loss of a step is more than {SPIKE:g} above the lowest mean of "
@@ -166,6 +181,7 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
                 rows,
             )
         ],
+        verdicts=verdicts,
     )
 
 

@@ -117,10 +117,10 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         [
             findings.at_best(tuned, lab.runs, findings.compare(tuned, CLAIMS)),
             _over_the_run(preset, tuned, lab),
-            _norms(every, best),
+            _norms(preset, every, best),
             findings.tuning(tuned),
         ],
-        [*findings.rows(every), *findings.rows(tuned)],
+        findings.rows(every | {name + best[name]: own for name, own in tuned.items()}),
     )
 
 
@@ -176,15 +176,23 @@ def _over_the_run(preset: Preset, tuned: Mapping[str, sweep.Tuned], lab: Lab) ->
     )
 
 
-def _norms(every: Mapping[str, sweep.Tuned], best: Mapping[str, str]) -> report.Section:
+def _norms(preset: Preset, every: Mapping[str, sweep.Tuned], best: Mapping[str, str]) -> report.Section:
     chosen = {name + norm for name, norm in best.items()}
     rows = [
         [name, f"{own.method.learning_rate:g}", f"{_tuning_loss(own):.4f}", "yes" * (name in chosen)]
         for name, own in every.items()
     ]
+    lists = {BATCH: preset.batch_norms, EXAMPLE: preset.example_norms}
+    ends = [
+        name
+        for name, norm in best.items()
+        for kind, norms in lists.items()
+        if name.endswith(kind) and norm in (f" at {min(norms):g}", f" at {max(norms):g}")
+    ]
     return report.Section(
         "Norms",
-        "Losses on the half of the validation data that chooses, over the seeds that choose.",
+        "Losses on the half of the validation data that chooses, over the seeds that choose."
+        + (f" At an end of its list, so perhaps not at its best: {'; '.join(ends)}." if ends else ""),
         tables=[report.Table("", ["method", "learning rate", "loss", "chosen"], rows)],
     )
 

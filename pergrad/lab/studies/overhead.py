@@ -33,7 +33,7 @@ NAMES = (PERGRAD, VMAP)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class Preset:
     """All D with all T / D, at a fixed number of tokens B T."""
 
     widths: tuple[int, ...]
@@ -74,7 +74,7 @@ class Point:
         return Estimate(math.exp(e.mean), math.exp(e.low), _exp(e.high), e.n)
 
 
-def run(sizes: Sizes, lab: Lab) -> Outcome:
+def run(sizes: Preset, lab: Lab) -> Outcome:
     """Measures every size, in this process alone: others would disturb the times."""
     wanted = [(width, round(width * ratio)) for width in sizes.widths for ratio in sizes.ratios]
     points = []
@@ -95,7 +95,7 @@ def run(sizes: Sizes, lab: Lab) -> Outcome:
     return Outcome(ran, [_times(points), _memory(points)], [row for p in points for row in _rows(p)])
 
 
-def _measure(sizes: Sizes, width: int, length: int) -> Point:
+def _measure(sizes: Preset, width: int, length: int) -> Point:
     batch_size = sizes.tokens // length
     model = Model(layers=sizes.layers, width=width, context=length)
     problem = make_problem(Train(model=model, batch_size=batch_size, data=sizes.data))
@@ -266,9 +266,9 @@ STUDY = Study(
     "gradients are not the larger part; a transformer with 1.2 billion parameters took about 17% more "
     f"time and no more memory. Little is taken to be {LIMIT} times jax.grad.",
     presets={
-        "demo": Sizes((32,), (1 / 4, 1.0, 4.0), tokens=1024, layers=1, rounds=5, budget=5.0),
-        "quick": Sizes((64, 128), DOUBLINGS, tokens=4096, layers=2, rounds=8, budget=40.0),
-        "full": Sizes((64, 128, 256), DOUBLINGS, tokens=8192, layers=4, rounds=20, budget=90.0),
+        "demo": Preset((32,), (1 / 4, 1.0, 4.0), tokens=1024, layers=1, rounds=5, budget=5.0),
+        "quick": Preset((64, 128), DOUBLINGS, tokens=4096, layers=2, rounds=8, budget=40.0),
+        "full": Preset((64, 128, 256), DOUBLINGS, tokens=8192, layers=4, rounds=20, budget=90.0),
     },
     run=run,
 )

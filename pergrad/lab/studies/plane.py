@@ -21,7 +21,7 @@ from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.studies._study import Lab, Outcome, Study
 
-CAP = 1.0  # the largest update of a coordinate: without it all points with b < a / B diverge
+CAP = 1.0  # the largest update of a coordinate: without it points with b < a / B can diverge
 NAMED = {"Adam": None, "MicroAdam": (1.0, 1.0), "MicroAdamVar": (0.0, 1.0), "MicroAdamMSQ": (1.0, 0.0)}
 CLAIMS = (("Adam", "MicroAdam"), ("Adam", "MicroAdamVar"), ("MicroAdamMSQ", "MicroAdam"))
 
@@ -124,7 +124,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         f"{findings.count(tuned)} {preset.examples} examples in batches of "
         f"{', '.join(map(str, preset.batch_sizes))}. No coordinate moves by more than {CAP:g} times the "
         "learning rate in a step, for any point: where b < a / B the estimate of a mu^2 + b sigma^2 "
-        "may be negative, and without a cap such runs diverge.",
+        "may be negative, and without a cap such runs can diverge (see the study adam).",
         [
             _map(preset, tuned, verdicts),
             *(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure as Sheet
@@ -18,6 +19,7 @@ from pergrad.lab.runs import directory, read_metrics
 from pergrad.lab.studies._study import Lab, Outcome, Study
 
 MARGIN = 0.05  # nats within which two final losses count as the same
+WIDE = 4.0  # octaves: more of them are a wide range
 SQRT, CONSTANT, LINEAR = "square root", "constant", "linear"
 RULES = {SQRT: pg.scaling.sqrt, CONSTANT: lambda rate, kappa: rate, LINEAR: pg.scaling.linear}
 
@@ -180,47 +182,109 @@ def agreeing(losses: Mapping[int, Mapping[int, float]], home: int) -> dict[int, 
     }
 
 
-def reach(verdicts: Mapping[int, decide.Verdict], home: int) -> tuple[int, int]:
-    """The smallest and the largest batch size up to which, from `home`, all agree."""
+def reach(
+    verdicts: Mapping[int, decide.Verdict], home: int, answers: Sequence[str] = (decide.SUPPORTED,)
+) -> tuple[int, int]:
+    """The smallest and the largest batch size up to which, from `home`, all have one of `answers`."""
     low = high = home
     for size in sorted((s for s in verdicts if s < home), reverse=True):
-        if verdicts[size].answer != decide.SUPPORTED:
+        if verdicts[size].answer not in answers:
             break
         low = size
     for size in sorted(s for s in verdicts if s > home):
-        if verdicts[size].answer != decide.SUPPORTED:
+        if verdicts[size].answer not in answers:
             break
         high = size
     return low, high
 
 
+class Octaves(NamedTuple):
+    """Over how many a rule was shown to hold, and over how many it was not shown to fail."""
+
+    shown: float
+    possible: float
+
+
+def octaves(verdicts: Mapping[int, decide.Verdict], home: int) -> Octaves:
+    shown = reach(verdicts, home)
+    possible = reach(verdicts, home, (decide.SUPPORTED, decide.NOT_SHOWN))
+    return Octaves(*(float(np.log2(high / low)) for low, high in (shown, possible)))
+
+
+def more_octaves(claim: str, a: Octaves, b: Octaves) -> decide.Verdict:
+    """Whether a rule holds over more octaves: those shown of one against those possible of the other.
+
+    There is no interval, since each octave was decided by one.
+    """
+    answer = decide.NOT_SHOWN
+    if a.shown > b.possible:
+        answer = decide.SUPPORTED
+    elif b.shown >= a.possible:
+        answer = decide.CONTRADICTED
+    why = f"{_said(a)} against {_said(b)}, each octave decided by seeds"
+    more = a.shown - b.shown
+    return decide.Verdict(claim, decide.Estimate(more, more, more, 1), answer, why)
+
+
+def _said(octaves: Octaves) -> str:
+    shown, possible = octaves
+    return f"{shown:g} octaves" if shown == possible else f"{shown:g} octaves (at most {possible:g})"
+
+
 def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> report.Section:
-    verdicts = {rule: agreeing(own, home) for rule, own in losses.items()}
-    ranges = {rule: reach(own, home) for rule, own in verdicts.items()}
-    octaves = {rule: float(np.log2(high / low)) for rule, (low, high) in ranges.items()}
-    wider = [_wider(octaves, other) for other in (CONSTANT, LINEAR)]
+    agree = {rule: agreeing(own, home) for rule, own in losses.items()}
+    ranges = {rule: octaves(own, home) for rule, own in agree.items()}
+    largest = max(losses[SQRT])
+    verdicts = [
+        more_octaves(
+            f"under the {SQRT} rule runs end within {MARGIN:g} of batch {home} over more than "
+            f"{WIDE:g} octaves",
+            ranges[SQRT],
+            Octaves(WIDE, WIDE),
+        ),
+        *(
+            more_octaves(
+                f"the {SQRT} rule holds over more octaves than the {other} one",
+                ranges[SQRT],
+                ranges[other],
+            )
+            for other in (CONSTANT, LINEAR)
+        ),
+        decide.compare(
+            f"the {SQRT} rule breaks at large batches: batch {home} ends below batch {largest} by more "
+            f"than {MARGIN:g}",
+            losses[SQRT][home],
+            losses[SQRT][largest],
+            margin=MARGIN,
+            names=(f"batch {home}", f"batch {largest}"),
+        ),
+    ]
     curves = {}
     for rule, own in losses.items():
         points = [decide.estimate(list(by_seed.values())) for by_seed in own.values()]
         mean, low, high = np.array([[e.mean, e.low, e.high] for e in points]).T
         curves[rule] = np.array(list(own)), mean, low, high
+    words = {decide.SUPPORTED: "yes", decide.CONTRADICTED: "no", decide.NOT_SHOWN: "?"}
     rows = [
-        [str(size), *(str(decide.estimate(list(losses[rule][size].values()))) for rule in losses)]
-        for size in next(iter(losses.values()))
+        [
+            str(size),
+            *(
+                f"{decide.estimate(list(own[size].values()))} "
+                + (words[agree[rule][size].answer] if size != home else "-")
+                for rule, own in losses.items()
+            ),
+        ]
+        for size in losses[SQRT]
     ]
-    table = report.Table("Final losses", ["batch size", *losses], rows)
-    reaches = report.Table(
-        f"Batch sizes that end within {MARGIN:g} of batch {home}, from there on without a gap",
-        ["rule", "from", "to", "octaves"],
-        [[rule, str(low), str(high), f"{octaves[rule]:g}"] for rule, (low, high) in ranges.items()],
-    )
     lines = {f"noise scale, {name}": x for name, x in noise_scale.items() if math.isfinite(x)}
     return report.Section(
         "Where runs end",
         f"Losses on the half of the validation data that chose nothing. The rules start from batch "
         f"{home}, where they are the same. The noise scale tr Sigma / |mu|^2 was measured in its runs; "
         "far beyond it batches are less noisy than the gradient is large, and curves are expected to "
-        "part.",
+        "part. A rule holds as far as, from there on without a gap, the difference of final losses, "
+        f"paired by seeds, is shown to be within {MARGIN:g}; a batch that ends lower does not agree "
+        "either.",
         figures=[
             report.Figure(
                 "Final loss against batch size",
@@ -230,20 +294,19 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
                 ),
             )
         ],
-        tables=[reaches, table],
-        verdicts=[*verdicts[SQRT].values(), *wider],
-    )
-
-
-def _wider(octaves: Mapping[str, float], other: str) -> decide.Verdict:
-    """Counting octaves has no interval: each of them was decided by one."""
-    more = octaves[SQRT] - octaves[other]
-    answer = decide.SUPPORTED if more > 0 else decide.CONTRADICTED if more < 0 else decide.NOT_SHOWN
-    return decide.Verdict(
-        f"the {SQRT} rule holds over more octaves than the {other} one",
-        decide.Estimate(more, more, more, 1),
-        answer,
-        f"{octaves[SQRT]:g} octaves against {octaves[other]:g}, each decided by the rule above",
+        tables=[
+            report.Table(
+                f"Final losses, and whether they are within {MARGIN:g} of batch {home}",
+                ["batch size", *losses],
+                rows,
+            ),
+            report.Table(
+                "Octaves over which a rule holds",
+                ["rule", "shown", "not shown to fail"],
+                [[rule, f"{own.shown:g}", f"{own.possible:g}"] for rule, own in ranges.items()],
+            ),
+        ],
+        verdicts=verdicts,
     )
 
 

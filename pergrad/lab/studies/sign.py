@@ -109,11 +109,12 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     )
     looks = _look(preset, tuned[LATE].method, lab)
     verdicts = findings.compare(tuned, CLAIMS)
-    sections = [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned), _kept(looks)]
-    sections.append(_disagreement(looks))
+    sections = [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned)]
+    if looks:  # unless all of those runs diverged before the first look
+        sections += [_kept(preset, looks), _disagreement(looks)]
     return Outcome(
         f"{findings.count(tuned)} {preset.base.steps} steps of {preset.base.batch_size} examples. Signs "
-        f"were looked at in {preset.looked_seeds} runs of {LATE}, {preset.looks} times each, with "
+        f"were looked at in {preset.looked_seeds} more runs of {LATE}, {preset.looks} times each, with "
         f"{preset.examples} examples.",
         sections,
         [*findings.rows(tuned), *looks],
@@ -181,9 +182,9 @@ def measure(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _kept(looks: list[dict[str, Any]]) -> report.Section:
+def _kept(preset: Preset, looks: list[dict[str, Any]]) -> report.Section:
     """Signal to noise before and after the sign."""
-    seeds = sorted({row["seed"] for row in looks})
+    seeds = range(preset.looked_seeds)
     steps = sorted({row["step"] for row in looks})
     of = functools.partial(_snr, looks)
     level = decide.level_of_each(len(LOOKED_AT))
@@ -215,8 +216,8 @@ def _kept(looks: list[dict[str, Any]]) -> report.Section:
             _layers.short(layer),
             f"{_snr_of(own, 'before'):.4f}",
             f"{_snr_of(own, 'after'):.4f}",
-            f"{_snr_of(own, 'after') / max(_snr_of(own, 'before'), 1e-12):.2f}",
-            f"{np.nanmean([row['factor'] for row in own]):.2f}",
+            _kept_of(own),
+            f"{np.mean([row['factor'] for row in own if np.isfinite(row['factor'])] or np.nan):.2f}",
         ]
         for layer in layers
         for own in [[row for row in looks if row["layer"] == layer]]
@@ -224,10 +225,10 @@ def _kept(looks: list[dict[str, Any]]) -> report.Section:
     return report.Section(
         "Signal and noise before and after the sign",
         "The signal-to-noise ratio |mu| / sqrt(tr Sigma) of one example's gradient, and of its signs: "
-        "means over seeds, signal and noise added up over the steps looked at. A layer's ratio before "
-        "the sign counts coordinates with large gradients for more, after it all for the same, so it "
-        "may rise although every coordinate loses. What a coordinate's sign is expected to keep of its "
-        "own ratio is 2 f(0) sigma, with f the density of its gradient: 0.80 if Gaussian.",
+        "signal and noise are added up over the steps looked at, in the table over seeds too. A layer's "
+        "ratio before the sign counts coordinates with large gradients for more, after it all for the "
+        "same, so it may rise although every coordinate loses. What a coordinate's sign is expected to "
+        "keep of its own ratio is 2 f(0) sigma, with f the density of its gradient: 0.80 if Gaussian.",
         figures=[
             report.Figure(
                 "Signal-to-noise ratio of one example, by group of layers",
@@ -272,6 +273,11 @@ def _snr_of(rows: list[dict[str, Any]], key: str) -> float:
         return math.nan
     signal, noise = np.sum([row[key] for row in rows], axis=0)
     return float(np.sqrt(max(signal, 0) / noise)) if noise > 0 else 0.0
+
+
+def _kept_of(rows: list[dict[str, Any]]) -> str:
+    before = _snr_of(rows, "before")
+    return f"{_snr_of(rows, 'after') / before:.2f}" if before > 0 else "-"
 
 
 def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
