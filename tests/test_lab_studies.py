@@ -134,6 +134,18 @@ def test_the_command(base, ran, monkeypatch, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_the_demonstration(base, ran, monkeypatch, capsys):
+    """A plan, prices beside jax.grad, a study; the page's path comes last."""
+    monkeypatch.setitem(STUDIES, "sign", replace(sign.STUDY, presets={"demo": tiny("sign", base)}))
+    monkeypatch.setattr(cli, "DEMO", base)
+    out = ran("sign").out
+    assert cli.main(["demo", "--out", str(out), "--processes", "1"]) == 0
+    shown = capsys.readouterr().out
+    parts = ["['head']['kernel']", "candidate", "jax.grad", "pergrad", "Sign ends below MicroSign"]
+    places = [shown.index(part) for part in parts]
+    assert places == sorted(places) and shown.endswith(f"{out}/report.html\n")
+
+
 # Where the sign goes.
 
 

@@ -22,6 +22,7 @@ from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors
 from pergrad.lab.progress import ProgressBar, RunsBar
 
+DEMO = Train(model=Model(context=128), batch_size=8)  # whose plan and price the demonstration shows
 Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
 
 
@@ -164,8 +165,7 @@ def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
     from pergrad.lab.train import make_problem
 
     console = Console()
-    config = Train(model=Model(context=128), batch_size=8)
-    problem = make_problem(config)
+    problem = make_problem(DEMO)
     params, batch = problem.params, problem.batches[0]
     task = price.TASKS["moments"]
     console.rule("The plan: mean and second moment of per-example gradients")
