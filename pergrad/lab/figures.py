@@ -345,23 +345,21 @@ def _limit(
     """Limits that contain the means, and the intervals but for those far wider than the others.
 
     A loss that exploded would flatten all others: what is far above `usual`, by default three quarters
-    of the means, is cut off, and True is returned.
+    of the means, is cut off with its interval, and True is returned.
     """
-    mean = mean[np.isfinite(mean)]
+    mean, low, high = np.array([mean, low, high])[:, np.isfinite(mean)]
     if not mean.size:
         return False
-    known = np.isfinite(low) & np.isfinite(high)
+    most = float(np.quantile(mean, 0.75)) if usual is None else usual
+    is_seen = mean <= most + (most - mean.min() or math.inf)
+    known = is_seen & np.isfinite(low) & np.isfinite(high)
     low, high = low[known], high[known]
-    width = float(np.median(high - low)) if known.any() else 0.0
-    first, most = mean.min(), mean.max()
-    usual = np.quantile(mean, 0.75) if usual is None else usual
-    spread = max(usual - first, width)
-    last = min(most, usual + 2 * spread) if spread > 0 else most
-    room = max(last - first, width) or abs(first) / 2 or 1.0
-    bottom, top = max(min([first, *low]), first - room), min(max([last, *high]), last + room)
-    pad = 0.06 * (top - bottom or room)
-    set_limits(float(bottom - pad), float(top + pad))
-    return bool(most > top + pad)
+    first, last = mean.min(), mean[is_seen].max()
+    room = max(last - first, np.median(high - low) if known.any() else 0) or abs(first) / 2 or 1.0
+    first, last = max(min([first, *low]), first - room), min(max([last, *high]), last + room)
+    pad = 0.06 * (last - first or room)
+    set_limits(float(first - pad), float(last + pad))
+    return not is_seen.all()
 
 
 def _ticks(axis: Axis, values: set[float], log: bool) -> None:
