@@ -35,16 +35,17 @@ class ProgressBar:
             self.console.print(f"going on after step {step}")
         with self.console.status("measuring what the statistics cost"):
             measured = price()
+        self.console.print(f"statistics and mean gradient take {measured:.2f} x jax.grad (measured)")
         self._unit, self._per_step = _work(config)
         self._first, self._began = step, time.monotonic()
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
+            TextColumn("[bold]{task.description}"),  # all of it in 80 columns
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
-            TextColumn(f"statistics {measured:.2f} x jax.grad (measured)"),
-            TimeRemainingColumn(),
+            TextColumn(f"{measured:.2f} x grad"),
+            TimeRemainingColumn(compact=True),
             console=self.console,
         )
         self._task = self._progress.add_task(
