@@ -153,6 +153,13 @@ def _band(x: Sequence[float], values: Any) -> findings.Curve:
     return at, mean, low, high
 
 
+def _geometric(values: Sequence[float], digits: int) -> str:
+    """Their geometric mean, if all are seen."""
+    if not all(map(math.isfinite, values)):
+        return "-"
+    return f"{math.exp(np.mean(np.log(values))):.{digits}f}"
+
+
 def _if_seen(
     rule: Callable[..., decide.Verdict],
     claim: str,
@@ -229,10 +236,7 @@ def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> 
     rows = [
         [
             str(k),
-            *(
-                f"{np.exp(np.mean([math.log(at(key, s, k)) for s in seeds])):.1f}"
-                for key in ("identity", "curvature")
-            ),
+            *(_geometric([at(key, s, k) for s in seeds], 1) for key in ("identity", "curvature")),
         ]
         for k in looks
     ]
@@ -277,7 +281,7 @@ def _by_layer(noise: Noise, base: Train) -> report.Section:
         [
             _layers.short(path),
             *(
-                f"{np.exp(np.mean([math.log(share(run, part, [path])) for run in noise])):.2f}"
+                _geometric([share(run, part, [path]) for run in noise], 2)
                 for part in (steps[:third], steps[-third:])
             ),
         ]
