@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -194,11 +195,14 @@ def test_the_bar_measures_the_price(config, tmp_path, monkeypatch):
 
     timing_ratio = timing.ratio
     monkeypatch.setattr(timing, "ratio", ratio)
-    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     bar = ProgressBar(console)
     train.train(config, tmp_path / "watched", bar)
     bar.close()
-    assert "1.04 x jax.grad (measured)" in console.file.getvalue()  # type: ignore
+    shown = console.file.getvalue()  # type: ignore
+    assert "1.04 x jax.grad (measured)" in shown
+    last = [line for line in re.split(r"[\r\n]", shown) if "2/2" in line][-1]
+    assert "loss" in last and "tokens/s 1.04 x grad" in last and "00:00" in last
     assert len(measured) == 1 and 0 < measured[0] < math.inf
     train.train(config, tmp_path / "unwatched")
     assert len(measured) == 1  # nobody asked
@@ -215,7 +219,9 @@ def test_overhead(text, tmp_path):
     )
     said = []
     lab = Lab(tmp_path / "runs", say=said.append)
-    page = write(overhead.STUDY, sizes, tmp_path, lab, "pergrad study overhead").read_text()
+    path, answers = write(overhead.STUDY, sizes, tmp_path, lab, "pergrad study overhead")
+    page = path.read_text()
+    assert len(answers) == 5
     assert len(said) == 2 and said[1].startswith("2 of 2: D 16, T 16: pergrad ")
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     every = [(8, 4), (16, 2)]

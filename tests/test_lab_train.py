@@ -332,14 +332,12 @@ def test_configurations():
     config = Train(variance=0.5, microbatch_size="auto", model=TINY)
     assert from_json(to_json(config)) == config
     assert differences(to_json(config), to_json(config)) == []
-    for wrong in (
-        {"steps": 0},
-        {"warmup": 2.0},
-        {"learning_rate": 0.0},
-        {"model": replace(TINY, heads=3)},
-    ):
+    for wrong in ({"steps": 0}, {"warmup": 2.0}, {"learning_rate": 0.0}, {"keep": -1}):
         with pytest.raises(LabError):
             replace(config, **wrong)
+    for wrong in ({"heads": 3}, {"heads": 0}, {"layers": 0}):
+        with pytest.raises(LabError):
+            replace(TINY, **wrong)
 
 
 # The command.
