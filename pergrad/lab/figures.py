@@ -167,7 +167,7 @@ def loss_against_rate(
             crosses = sorted(at.keys() - sane.keys())
             top.plot(crosses, [falls.index(name)] * len(crosses), "x", color=look["color"], ms=7, mew=2)
     known = [e for at in by_method.values() for e in at.values() if _has_mean(e)]
-    is_cut = _limit(ax.set_ylim, *_columns(known))
+    is_cut = _limit(ax.set_ylim, *columns(known))
     _ticks(ax.xaxis, {rate for at in by_method.values() for rate in at}, log=True)
     entries.sort(key=lambda entry: entry[0])
     notes = [(_grey(marker="o", mfc="none", mew=1.8, ms=11), "best rate of a method")] * bool(known)
@@ -194,7 +194,7 @@ def bars_with_intervals(
         look["ls"] = ""
         if _has_mean(e):
             ax.errorbar([e.mean], [row], xerr=_bars([e]), **look, ms=7, elinewidth=2, capsize=4)
-    _limit(ax.set_xlim, *_columns(filter(_has_mean, by_method.values())))
+    _limit(ax.set_xlim, *columns(filter(_has_mean, by_method.values())))
     ax.locator_params(axis="x", nbins=6)
     rows = range(len(by_method))
     ax.set_yticks(rows, [_plain(name, 34) for name in by_method])
@@ -322,14 +322,14 @@ def _has_mean(e: Estimate) -> bool:
     return math.isfinite(e.mean)
 
 
-def _columns(estimates: Iterable[Estimate]) -> np.ndarray:
+def columns(estimates: Iterable[Estimate]) -> np.ndarray:
     """Means, lows and highs [3, n]."""
     return np.array([(e.mean, e.low, e.high) for e in estimates]).reshape(-1, 3).T
 
 
 def _bars(estimates: Iterable[Estimate]) -> np.ndarray:
     """The lengths of error bars [2, n]; none where there is one seed."""
-    mean, low, high = _columns(estimates)
+    mean, low, high = columns(estimates)
     bars = np.array([mean - low, high - mean])
     return np.where(np.isfinite(bars), bars, 0)
 

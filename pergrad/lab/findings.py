@@ -187,7 +187,7 @@ def curve(runs: Sequence[Sequence[float | None]], batch_size: int) -> Curve:
     for first, last in itertools.pairwise([0, *ends]):
         there = [run for run in runs if last <= len(run) or run[-1] is None]
         points.append(decide.estimate([_mean(run[first:last]) for run in there]))
-    return ends * batch_size, *np.array([[p.mean, p.low, p.high] for p in points]).T
+    return ends * batch_size, *figures.columns(points)
 
 
 def _mean(part: Sequence[float | None]) -> float:

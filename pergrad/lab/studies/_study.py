@@ -7,12 +7,31 @@ seeds, which comparisons, and (in `decide`) how seeds are paired and when an int
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pergrad.lab import decide, report, sweep
+from pergrad.lab.config import Model, Train
 from pergrad.lab.runs import versions
+
+# What most presets train: in seconds, and in an hour.
+SMALL = Model(layers=2, width=32, heads=4, context=32)
+LARGE = Model(layers=4, width=128, heads=4, context=128)
+NEVER = 10**6  # steps between validations, and checkpoints, of short runs: the last is always validated
+
+
+class Amount(Protocol):
+    """What presets have in common that tune: the first `tuning_seeds` of the seeds choose."""
+
+    @property
+    def seeds(self) -> int: ...
+
+    @property
+    def tuning_seeds(self) -> int: ...
+
+    @property
+    def extensions(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +42,25 @@ class Lab:
     processes: int = 1
     told: sweep.Told = sweep.silent
     say: Callable[[str], None] = lambda line: None
+
+    def run(self, runs: Iterable[Train]) -> sweep.Results:
+        """Runs what is not done yet."""
+        return sweep.run_all(runs, self.runs, processes=self.processes, told=self.told)
+
+    def tune(
+        self, methods: Mapping[str, Train], rates: Mapping[str, Sequence[float]], amount: Amount
+    ) -> dict[str, sweep.Tuned]:
+        """Tunes every method's learning rate, with as many seeds as the preset says."""
+        return sweep.tune(
+            methods,
+            rates,
+            range(amount.seeds),
+            self.runs,
+            tuning_seeds=amount.tuning_seeds,
+            processes=self.processes,
+            extensions=amount.extensions,
+            told=self.told,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from pergrad.lab import decide, findings, report, sweep
-from pergrad.lab.config import Model, OptimizerName, Train
+from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.runs import directory, read_metrics
-from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
 
 ADAM, MICRO, VAR, MSQ, CAPPED = (
     "Adam",
@@ -57,7 +57,6 @@ class Preset:
     extensions: int = 2
 
 
-_SMALL = Model(layers=2, width=32, heads=4, context=32)
 _RATES = {
     ADAM: (4e-3, 8e-3, 1.6e-2, 3.2e-2),
     MICRO: (1.6e-2, 3.2e-2, 6.4e-2, 0.128),
@@ -67,21 +66,21 @@ _RATES = {
 }
 PRESETS = {
     "demo": Preset(
-        Train(model=_SMALL, batch_size=16, steps=200, validate_every=200, checkpoint_every=200),
+        Train(model=SMALL, batch_size=16, steps=200, validate_every=200, checkpoint_every=200),
         seeds=3,
         tuning_seeds=1,
         rates={name: rates[1:3] for name, rates in _RATES.items()},
         extensions=0,
     ),
     "quick": Preset(
-        Train(model=_SMALL, batch_size=64, steps=300, validate_every=300, checkpoint_every=300),
+        Train(model=SMALL, batch_size=64, steps=300, validate_every=300, checkpoint_every=300),
         seeds=8,
         tuning_seeds=2,
         rates=_RATES,
     ),
     "full": Preset(
         Train(
-            model=Model(layers=4, width=128, heads=4, context=128),
+            model=LARGE,
             batch_size=64,
             steps=3000,
             validate_every=1000,
@@ -102,15 +101,8 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         for suffix, clip in (("", None), (CLIPPED, CLIP))
         for name, optimizer in NAMES.items()
     }
-    tuned = sweep.tune(
-        methods,
-        {name: preset.rates[name.removesuffix(CLIPPED)] for name in methods},
-        range(preset.seeds),
-        lab.runs,
-        tuning_seeds=preset.tuning_seeds,
-        processes=lab.processes,
-        extensions=preset.extensions,
-        told=lab.told,
+    tuned = lab.tune(
+        methods, {name: preset.rates[name.removesuffix(CLIPPED)] for name in methods}, preset
     )
     return Outcome(
         f"{findings.count(tuned)} {preset.base.steps} steps of {preset.base.batch_size} examples. "

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pergrad.lab import figures, findings, report, sweep
-from pergrad.lab.config import Model, OptimizerName, Train
-from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.config import OptimizerName, Train
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
 
 OPTIMIZERS: dict[str, OptimizerName] = {"Adam": "adam", "MicroAdam": "micro_adam"}
 NONE, BATCH, EXAMPLE = "not clipped", "by batch", "by example"
@@ -39,11 +39,10 @@ class Preset:
     extensions: int = 2
 
 
-_SMALL = Model(layers=2, width=32, heads=4, context=32)
 _RATES = {"Adam": (4e-3, 8e-3, 1.6e-2), "MicroAdam": (1.6e-2, 3.2e-2, 6.4e-2)}
 PRESETS = {
     "demo": Preset(
-        Train(model=_SMALL, steps=200, validate_every=200, checkpoint_every=200),
+        Train(model=SMALL, steps=200, validate_every=200, checkpoint_every=200),
         seeds=3,
         tuning_seeds=1,
         rates={name: rates[:2] for name, rates in _RATES.items()},
@@ -52,7 +51,7 @@ PRESETS = {
         extensions=0,
     ),
     "quick": Preset(
-        Train(model=_SMALL, steps=1500, validate_every=500, checkpoint_every=500),
+        Train(model=SMALL, steps=1500, validate_every=500, checkpoint_every=500),
         seeds=6,
         tuning_seeds=1,
         rates=_RATES,
@@ -61,7 +60,7 @@ PRESETS = {
     ),
     "full": Preset(
         Train(
-            model=Model(layers=4, width=128, heads=4, context=128),
+            model=LARGE,
             steps=10_000,
             validate_every=1000,
             checkpoint_every=1000,
@@ -89,16 +88,8 @@ def run(preset: Preset, lab: Lab) -> Outcome:
             }
 
     def tune(wanted: Mapping[str, Train], seeds: int) -> dict[str, sweep.Tuned]:
-        return sweep.tune(
-            wanted,
-            {name: preset.rates[name.split(",")[0]] for name in wanted},
-            range(seeds),
-            lab.runs,
-            tuning_seeds=preset.tuning_seeds,
-            processes=lab.processes,
-            extensions=preset.extensions,
-            told=lab.told,
-        )
+        rates = {name: preset.rates[name.split(",")[0]] for name in wanted}
+        return lab.tune(wanted, rates, dataclasses.replace(preset, seeds=seeds))
 
     every = tune(
         {name + norm: one for name, norms in methods.items() for norm, one in norms.items()},

@@ -17,9 +17,9 @@ import numpy as np
 from matplotlib.figure import Figure as Sheet
 
 from pergrad.lab import decide, figures, findings, report, sweep
-from pergrad.lab.config import Model, Train
+from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Outcome, Study
 
 CAP = 1.0  # the largest update of a coordinate: without it points with b < a / B can diverge
 NAMED = {"Adam": None, "MicroAdam": (1.0, 1.0), "MicroAdamVar": (0.0, 1.0), "MicroAdamMSQ": (1.0, 0.0)}
@@ -52,11 +52,9 @@ class Preset:
                 raise LabError(f"the plane needs Adam's b = 1/{size}, and whole batches of {size}.")
 
 
-_SMALL = Model(layers=2, width=32, heads=4, context=32)
-_NEVER = 10**6  # only the last step is validated, and short runs are not saved
 PRESETS = {
     "demo": Preset(
-        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
+        Train(model=SMALL, validate_every=NEVER, checkpoint_every=NEVER),
         examples=3200,
         batch_sizes=(16,),
         a=(0.0, 1.0),
@@ -67,7 +65,7 @@ PRESETS = {
         extensions=0,
     ),
     "quick": Preset(
-        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
+        Train(model=SMALL, validate_every=NEVER, checkpoint_every=NEVER),
         examples=8192,
         batch_sizes=(4, 16, 64),
         a=(0.0, 1 / 4, 1.0),
@@ -76,7 +74,7 @@ PRESETS = {
         tuning_seeds=1,
     ),
     "full": Preset(
-        Train(model=Model(layers=4, width=128, heads=4, context=128), checkpoint_every=1000),
+        Train(model=LARGE, checkpoint_every=1000),
         examples=131_072,
         batch_sizes=(4, 16, 64, 256),
         a=(0.0, 1 / 16, 1 / 4, 1.0),
@@ -104,16 +102,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
                 max_update=CAP,
             )
             rates[name] = [factor * _rate(preset, size, (a, b)) for factor in preset.factors]
-    tuned = sweep.tune(
-        methods,
-        rates,
-        range(preset.seeds),
-        lab.runs,
-        tuning_seeds=preset.tuning_seeds,
-        processes=lab.processes,
-        extensions=preset.extensions,
-        told=lab.told,
-    )
+    tuned = lab.tune(methods, rates, preset)
     claims = [
         (_name(size, _point(low, size)), _name(size, _point(high, size)))
         for size in preset.batch_sizes

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure as Sheet
 
 import pergrad as pg
 from pergrad.lab import decide, figures, findings, report, sweep
-from pergrad.lab.config import Model, Train
+from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.runs import directory, read_metrics
-from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Outcome, Study
 
 MARGIN = 0.05  # nats within which two final losses count as the same
 WIDE = 4.0  # octaves: more of them are a wide range
@@ -48,12 +48,10 @@ class Preset:
             raise LabError(f"{self.examples} examples are no whole number of batches of {whole[0]}.")
 
 
-_SMALL = Model(layers=2, width=32, heads=4, context=32)
-_NEVER = 10**6  # only the last step is validated, and short runs are not saved
 _OCTAVES = tuple(2**i for i in range(9))
 PRESETS = {
     "demo": Preset(
-        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
+        Train(model=SMALL, validate_every=NEVER, checkpoint_every=NEVER),
         examples=2048,
         batch_sizes=_OCTAVES[::2],
         seeds=3,
@@ -62,7 +60,7 @@ PRESETS = {
         extensions=1,
     ),
     "quick": Preset(
-        Train(model=_SMALL, validate_every=_NEVER, checkpoint_every=_NEVER),
+        Train(model=SMALL, validate_every=NEVER, checkpoint_every=NEVER),
         examples=16_384,
         batch_sizes=_OCTAVES,
         seeds=5,
@@ -70,7 +68,7 @@ PRESETS = {
         rates=(4e-3, 8e-3, 1.6e-2),
     ),
     "full": Preset(
-        Train(model=Model(layers=4, width=128, heads=4, context=128), checkpoint_every=2000),
+        Train(model=LARGE, checkpoint_every=2000),
         examples=131_072,
         batch_sizes=(*_OCTAVES, 512, 1024),
         seeds=5,
@@ -84,16 +82,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     home = preset.base.batch_size
     base = dataclasses.replace(preset.base, steps=preset.examples // home)
     seeds = range(preset.seeds)
-    tuned = sweep.tune(
-        {"Adam": base},
-        {"Adam": preset.rates},
-        seeds,
-        lab.runs,
-        tuning_seeds=preset.tuning_seeds,
-        processes=lab.processes,
-        extensions=preset.extensions,
-        told=lab.told,
-    )
+    tuned = lab.tune({"Adam": base}, {"Adam": preset.rates}, preset)
     rate = tuned["Adam"].method.learning_rate
     runs = {
         (rule, size, seed): dataclasses.replace(
@@ -111,7 +100,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         dataclasses.replace(runs[SQRT, home, seed], noise_every=max(1, base.steps // 40))
         for seed in seeds
     ]
-    results = sweep.run_all([*watched, *runs.values()], lab.runs, processes=lab.processes, told=lab.told)
+    results = lab.run([*watched, *runs.values()])
     noise_scale = _noise_scale(watched, lab)
     losses: Losses = {
         rule: {
@@ -262,8 +251,7 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
     curves = {}
     for rule, own in losses.items():
         points = [decide.estimate(list(by_seed.values())) for by_seed in own.values()]
-        mean, low, high = np.array([[e.mean, e.low, e.high] for e in points]).T
-        curves[rule] = np.array(list(own)), mean, low, high
+        curves[rule] = np.array(list(own)), *figures.columns(points)
     words = {decide.SUPPORTED: "yes", decide.CONTRADICTED: "no", decide.NOT_SHOWN: "?"}
     rows = [
         [

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import pergrad as pg
-from pergrad.lab import decide, figures, findings, report, sweep
-from pergrad.lab.config import Model, Train
+from pergrad.lab import decide, figures, findings, report
+from pergrad.lab.config import Train
 from pergrad.lab.runs import directory
 from pergrad.lab.studies import _layers
-from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
 from pergrad.lab.train import make_problem, parameters
 
 MICRO, MEAN, LATE = "MicroSign", "Sign", "SignEMA"  # the earliest first
@@ -44,7 +44,6 @@ class Preset:
     extensions: int = 2
 
 
-_SMALL = Model(layers=2, width=32, heads=4, context=32)
 _RATES = {
     MICRO: (8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     MEAN: (4e-3, 8e-3, 1.6e-2, 3.2e-2),
@@ -52,7 +51,7 @@ _RATES = {
 }
 PRESETS = {
     "demo": Preset(
-        Train(model=_SMALL, steps=300, validate_every=300, checkpoint_every=300),
+        Train(model=SMALL, steps=300, validate_every=300, checkpoint_every=300),
         seeds=4,
         tuning_seeds=1,
         rates={
@@ -66,7 +65,7 @@ PRESETS = {
         extensions=1,
     ),
     "quick": Preset(
-        Train(model=_SMALL, steps=2000, validate_every=500, checkpoint_every=500),
+        Train(model=SMALL, steps=2000, validate_every=500, checkpoint_every=500),
         seeds=8,
         tuning_seeds=3,
         rates=_RATES,
@@ -76,7 +75,7 @@ PRESETS = {
     ),
     "full": Preset(
         Train(
-            model=Model(layers=4, width=128, heads=4, context=128),
+            model=LARGE,
             steps=10_000,
             validate_every=1000,
             checkpoint_every=1000,
@@ -97,16 +96,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         MEAN: dataclasses.replace(preset.base, optimizer="sign_sgd"),
         LATE: dataclasses.replace(preset.base, optimizer="sign_ema"),
     }
-    tuned = sweep.tune(
-        methods,
-        preset.rates,
-        range(preset.seeds),
-        lab.runs,
-        tuning_seeds=preset.tuning_seeds,
-        processes=lab.processes,
-        extensions=preset.extensions,
-        told=lab.told,
-    )
+    tuned = lab.tune(methods, preset.rates, preset)
     looks = _look(preset, tuned[LATE].method, lab)
     verdicts = findings.compare(tuned, CLAIMS)
     sections = [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned)]
@@ -128,7 +118,7 @@ def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
         dataclasses.replace(best, seed=seed, checkpoint_every=every, validate_every=best.steps, keep=0)
         for seed in range(preset.looked_seeds)
     ]
-    sweep.run_all(runs, lab.runs, processes=lab.processes, told=lab.told)
+    lab.run(runs)
     problems = [make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs]
     stats_fn = jax.jit(
         pg.grad_stats(
@@ -207,9 +197,7 @@ def _kept(preset: Preset, looks: list[dict[str, Any]]) -> report.Section:
         what: [decide.estimate([of(key, "all", seed, step) for seed in seeds]) for step in steps]
         for key, what in (("before", "gradients"), ("after", "signs"))
     }
-    curves = {
-        name: (steps, *np.array([[e.mean, e.low, e.high] for e in at]).T) for name, at in points.items()
-    }
+    curves = {name: (steps, *figures.columns(at)) for name, at in points.items()}
     layers = list(dict.fromkeys(row["layer"] for row in looks))
     rows = [
         [

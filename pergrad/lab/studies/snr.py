@@ -16,7 +16,7 @@ from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.runs import directory, read_metrics
 from pergrad.lab.studies import _layers
-from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
 from pergrad.lab.train import make_problem, parameters
 
 CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
@@ -43,7 +43,7 @@ class Preset:
 
 PRESETS = {
     "demo": Preset(
-        Train(model=Model(layers=2, width=32, heads=4, context=32), steps=400, validate_every=400),
+        Train(model=SMALL, steps=400, validate_every=400),
         seeds=3,
         points=20,
         looks=2,
@@ -60,7 +60,7 @@ PRESETS = {
     ),
     "full": Preset(
         Train(
-            model=Model(layers=4, width=128, heads=4, context=128),
+            model=LARGE,
             learning_rate=4e-3,
             batch_size=64,
             steps=10_000,
@@ -84,7 +84,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         keep=0,
     )
     runs = [dataclasses.replace(base, seed=seed) for seed in range(preset.seeds)]
-    results = sweep.run_all(runs, lab.runs, processes=lab.processes, told=lab.told)
+    results = lab.run(runs)
     noise = [
         {
             row["step"]: {"seed": config.seed, "step": row["step"]} | row["noise"]
