@@ -5,7 +5,6 @@ import io
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from pergrad.lab.errors import LabError
 from pergrad.lab.progress import ProgressBar
 from pergrad.lab.studies import overhead
 from pergrad.lab.studies._study import Lab, write
-from tests import pages
+from tests import labs, pages
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +33,7 @@ def as_for_users():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:8]:
-        shutil.copy(file, folder)
-    return folder
+    return labs.write_text(tmp_path_factory.mktemp("text"))
 
 
 # Timing.

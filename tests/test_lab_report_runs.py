@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from pergrad.lab import cli, gather
 from pergrad.lab.config import Model, Train, to_json
 from pergrad.lab.train import train
-from tests import pages
+from tests import labs, pages
 
 SEEDS = (0, 1, 2)
 
@@ -37,29 +35,15 @@ class Killed:
 def root(tmp_path_factory) -> Path:
     """Real runs, tiny ones: two that differ in the seed, one that was killed, one that diverged."""
     root = tmp_path_factory.mktemp("report")
-    text = root / "<script>"
-    text.mkdir()
-    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:8]:
-        shutil.copy(file, text)
+    text = labs.write_text(root / "<script>")
     model = Model(layers=1, width=16, heads=2, context=16)
     config = Train(data=str(text), model=model, batch_size=4, steps=24, noise_every=6)
-    settings = {
-        "jax_compilation_cache_dir": str(root / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    with pages.jax_as_for_users():
+    with labs.compiled_once(root / "compiled"):
         for seed in (0, 1):
             train(replace(config, seed=seed), root / "runs" / "adam" / str(seed))
         with pytest.raises(KeyboardInterrupt):
             train(replace(config, seed=2), root / "killed", Killed())
         train(replace(config, optimizer="micro_adam_msq", learning_rate=1e6), root / "diverged")
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
     assert json.loads((root / "diverged" / "result.json").read_text())["diverged"]
     return root
 

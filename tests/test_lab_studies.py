@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -22,7 +21,7 @@ from pergrad.lab.runs import directory
 from pergrad.lab.studies import STUDIES, Lab, _layers, adam, clipping, plane, scaling, sign, snr, write
 from pergrad.lab.sweep import run_all
 from pergrad.lab.train import make_problem, parameters
-from tests import pages
+from tests import labs, pages
 
 TINY = Model(layers=1, width=8, heads=2, context=8)
 
@@ -35,9 +34,7 @@ def as_for_users():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Train:
-    folder = tmp_path_factory.mktemp("text")
-    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:12]:
-        shutil.copy(file, folder)
+    folder = labs.write_text(tmp_path_factory.mktemp("text"), files=12)
     return Train(data=str(folder), model=TINY, batch_size=4, steps=24)
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.progress import RunsBar
 from pergrad.lab.runs import directory
-from tests import pages
+from tests import labs, pages
 
 SEEDS = (0, 1, 2)
 ADAM, SIGN = Train(optimizer="adam"), Train(optimizer="sign_ema")
@@ -110,11 +109,9 @@ def test_a_sweep_of_nothing(wrong, tmp_path, capsys):
 
 
 def test_several_processes(tmp_path):
-    (tmp_path / "text").mkdir()
-    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:8]:
-        shutil.copy(file, tmp_path / "text")
+    text = labs.write_text(tmp_path / "text")
     model = Model(layers=1, width=16, heads=2, context=16)
-    config = Train(data=str(tmp_path / "text"), model=model, batch_size=4, steps=4)
+    config = Train(data=str(text), model=model, batch_size=4, steps=4)
     wanted = [config, replace(config, learning_rate=0.02)]
     several = sweep.run_all(wanted, tmp_path / "several", processes=2)
     with pages.jax_as_for_users():
@@ -177,9 +174,7 @@ def test_a_bar_in_a_terminal(monkeypatch):
 
 def test_a_sweep_and_its_page(tmp_path, capsys):
     """Real runs, tiny ones, by the command; a second time nothing is run."""
-    (tmp_path / "<script>").mkdir()
-    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:8]:
-        shutil.copy(file, tmp_path / "<script>")
+    labs.write_text(tmp_path / "<script>")
     options = [
         "--steps=25",
         "--batch-size=4",

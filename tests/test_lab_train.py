@@ -14,14 +14,13 @@ from typing import Any, get_args
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from pergrad.lab import cli, runs
 from pergrad.lab.config import Model, OptimizerName, Train, differences, from_json, to_json
 from pergrad.lab.errors import LabError
 from pergrad.lab.optimizers import learning_rate
 from pergrad.lab.train import train
-from tests import pages
+from tests import labs, pages
 
 TINY = Model(layers=1, width=16, heads=2, context=16)
 OPTIMIZERS = get_args(OptimizerName)
@@ -30,29 +29,13 @@ OPTIMIZERS = get_args(OptimizerName)
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once(tmp_path_factory):
     """Most runs here are the same program."""
-    cache = tmp_path_factory.mktemp("compiled")
-    settings = {
-        "jax_compilation_cache_dir": str(cache),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    with pages.jax_as_for_users():
+    with labs.compiled_once(tmp_path_factory.mktemp("compiled")):
         yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Real text, a little: this project's own sources."""
-    folder = tmp_path_factory.mktemp("text")
-    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:12]:
-        shutil.copy(file, folder)
-    return folder
+    return labs.write_text(tmp_path_factory.mktemp("text"), files=12)
 
 
 @pytest.fixture
