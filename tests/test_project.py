@@ -57,6 +57,7 @@ ORDER = [
     "pergrad.strategies",
     "pergrad._flow",
     "pergrad._loop",
+    "pergrad._squeeze",
     "pergrad._trace",
     "pergrad._walk",
     "pergrad._units",
