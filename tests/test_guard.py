@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from benchmarks.models import LSTM, MLP, Transformer
+from pergrad.lab.bench.models import LSTM, MLP, Transformer
 from pergrad.strategies import streamed
 
 MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
@@ -66,7 +66,7 @@ def unrolled_scan(step: Any, carry: Any, xs: Any, length: int | None = None, **_
 def as_users_compile() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     try:
-        with jax.enable_x64(False):
+        with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", True)
