@@ -64,12 +64,20 @@ def unrolled_scan(step: Any, carry: Any, xs: Any, length: int | None = None, **_
 
 @contextlib.contextmanager
 def as_users_compile() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", False)
+    """Not as conftest.py has it."""
+    usual = {
+        "jax_disable_most_optimizations": False,
+        "jax_enable_x64": False,
+        "jax_numpy_rank_promotion": "allow",
+    }
+    before = {name: jax.config.read(name) for name in usual}
+    for name, value in usual.items():
+        jax.config.update(name, value)
     try:
-        with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-            yield
+        yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", True)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def lowered(fun: Any, model: Any) -> Any:
