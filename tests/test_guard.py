@@ -70,7 +70,7 @@ def as_users_compile() -> Iterator[None]:
         "jax_enable_x64": False,
         "jax_numpy_rank_promotion": "allow",
     }
-    before = {name: jax.config.read(name) for name in usual}
+    before = {name: getattr(jax.config, name) for name in usual}
     for name, value in usual.items():
         jax.config.update(name, value)
     try:
