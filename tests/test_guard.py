@@ -64,20 +64,16 @@ def unrolled_scan(step: Any, carry: Any, xs: Any, length: int | None = None, **_
 
 @contextlib.contextmanager
 def as_users_compile() -> Iterator[None]:
-    """Not as conftest.py has it."""
-    usual = {
-        "jax_disable_most_optimizations": False,
-        "jax_enable_x64": False,
-        "jax_numpy_rank_promotion": "allow",
-    }
-    before = {name: getattr(jax.config, name) for name in usual}
-    for name, value in usual.items():
-        jax.config.update(name, value)
+    """Without what conftest.py asks for."""
+    asked = ("jax_disable_most_optimizations", "jax_enable_x64")
+    for name in asked:
+        jax.config.update(name, False)
     try:
-        yield
+        with jax.numpy_rank_promotion("allow"):
+            yield
     finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+        for name in asked:
+            jax.config.update(name, True)
 
 
 def lowered(fun: Any, model: Any) -> Any:
