@@ -172,6 +172,10 @@ class Truth:
     grads: Tree
 
 
+# Whoever jits, differentiates or maps it finds what was traced before.
+traced_once = functools.lru_cache(maxsize=None)(jax.jit)
+
+
 @functools.cache
 def truth_of(case: Case, dtype: str) -> Truth:
     """The truth of a case in float64, from arguments that were rounded to `dtype`."""
@@ -180,7 +184,7 @@ def truth_of(case: Case, dtype: str) -> Truth:
         return np.asarray(x).astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     args = jax.tree.map(widen, case.make_args(jnp.dtype(dtype)))
-    return Truth(*oracle.per_example(case.loss, args, **options(case)))
+    return Truth(*oracle.per_example(traced_once(case.loss), args, **options(case)))
 
 
 def options(case: Case) -> dict[str, Any]:
