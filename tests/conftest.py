@@ -26,6 +26,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import pergrad as pg
 from tests import cases_attention, cases_branches, cases_loops, oracle  # noqa: F401 (they add cases)
@@ -67,7 +68,22 @@ HALVED = {
 }
 
 
+# Modules whose tests are runs of a few programs, which one process compiles once.
+ONE_WORKER = {
+    "test_lab_price.py",
+    "test_lab_report_runs.py",
+    "test_lab_studies.py",
+    "test_lab_sweep.py",
+    "test_lab_train.py",
+}
+
+
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    for item in items:
+        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+        group = item.path.stem if item.path.name in ONE_WORKER else getattr(case, "name", None)
+        if group:  # with --dist=loadgroup; a case's truth and trace are made once, too
+            item.add_marker(pytest.mark.xdist_group(group))
     if os.environ.get("PERGRAD_TESTS") == "all":
         return
 
