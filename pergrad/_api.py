@@ -44,7 +44,7 @@ def value_and_stats(
         `"auto"`. Any size gives the same result.
       spmd_axis_name: not supported yet.
       strategy: `"auto"`, or the name of one to use wherever it can be used, for comparison;
-        `"materialise"` is the plain reference.
+        `"materialise"` is the plain reference. `"streamed:8"` takes eight examples at a time.
 
     Returns:
       A function with `fun`'s signature plus `example_weights=None`: weights [B], at least 0, read as

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from pergrad import _cost, _price
-from pergrad._choose import Choice, TailPlan, choose, number_of
+from pergrad._choose import Choice, Forced, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
@@ -63,7 +63,7 @@ def make_plan(
     paths: Sequence[str],
     batch_size: int,
     microbatch_size: int | str | None,
-    strategy: str,
+    forced: Forced,
 ) -> Plan:
     """Plans a batch of `batch_size` examples, with what is `wanted` of each parameter."""
     device = _price.backend()
@@ -73,7 +73,7 @@ def make_plan(
     group_size = math.lcm(*(p for own in wanted for s in own if isinstance(p := per_of(s), int)))
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
-    tails = tuple(choose(tail, wanted, at_once, device, strategy) for tail in cut.all_tails())
+    tails = tuple(choose(tail, wanted, at_once, device, forced) for tail in cut.all_tails())
     return _describe(cut, tails, paths, batch_size, at_once, group_size, device)
 
 
@@ -83,12 +83,13 @@ def _choose_microbatch_size(
     """The microbatch size m, a divisor of the batch size B, with the least to pay for its size.
 
     With a bytes of activations for an example, temporary memory of m a bytes has to be had from the
-    operating system and paged in; and B / m times the parameters and the states of all statistics, p
-    bytes together, are read, for the forward and for the backward pass, or read and written:
-    m a / fresh rate + (B / m) (2 p / memory rate + loop step). States of tails in loops, q bytes, are
-    copied into the loop and out of it: (B / m) 2 q / fresh rate more. Norms that a clipped mean needs
-    cost nothing with m = 1, where the gradient that is clipped is there to be looked at. On the CPU XLA
-    runs convolutions in loops several times slower than outside, so they are not put into one.
+    operating system and paged in, unless it is little; and B / m times the parameters and the states of
+    all statistics, p bytes together, come from memory, and each of n equations is started:
+    m a / fresh rate + (B / m) (p / memory rate + n equations + loop step). States of tails in loops, q
+    bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. Norms that a clipped
+    mean needs cost nothing with m = 1, where the gradient that is clipped is there to be looked at. On
+    the CPU XLA runs convolutions in loops several times slower than outside, so they are not put into
+    one.
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
@@ -100,9 +101,12 @@ def _choose_microbatch_size(
     clips = any(isinstance(s, ClippedMean) for own in wanted for s in own)
     norms = sum(_seconds_of_norm(t, wanted, batch_size, device) for t in cut.all_tails()) if clips else 0
 
+    step = p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
+    step += _equations(cut) * device.equation
+
     def seconds(m: int) -> float:
-        step = 2 * p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
-        return m * a / device.fresh_rate + batch_size / m * step + (norms if m > 1 else 0)
+        paging = m * a / device.fresh_rate if m * a > device.kept_size else 0
+        return paging + batch_size / m * step + (norms if m > 1 else 0)
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     fitting = [m for m in divisors if m * a <= device.working_set] or [1]
@@ -114,12 +118,18 @@ def _seconds_of_norm(
     tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend
 ) -> float:
     norm = SquaredNorm()
-    choices = choose(tail, wanted, size, device, "auto").choices
+    choices = choose(tail, wanted, size, device, Forced("auto")).choices
     return sum(
         _prices_of(choice, size, device).seconds(choice.strategy, norm)
         for choice in choices
         if norm in choice.statistics
     )
+
+
+def _equations(part: Part) -> float:
+    """How many equations of the backbone run, those of loops as often as they do."""
+    steps = (loop.loop.length * _equations(loop.step) for loop in part.loops.values())
+    return len(part.backbone) + sum(steps)
 
 
 def _backbone_bytes(cut: Cut, size: int) -> float:
@@ -224,7 +234,7 @@ def _rows(
             path=paths[param],
             shape=shapes[param],
             kind=f"{times} x {kind}" if tail.levels else kind,
-            strategy=", ".join(c.strategy.name for c in choices) or "-",
+            strategy=", ".join(map(str, (c.strategy for c in choices))) or "-",
             operations=share * operations * batch_size / at_once,
             plain_operations=share * Prices(tail, batch_size, 1, device).plain_operations,
             bytes=max((own.temporary(c.strategy) for c, own in priced), default=0),

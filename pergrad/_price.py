@@ -38,8 +38,10 @@ from pergrad.terms import Lookup
 class Backend:
     """What the plan knows about a kind of device. Rates are per second, sizes in bytes.
 
-    `fresh_rate` is that of memory that the operating system has to provide first. `stream_size` is how
-    much the gradients of one batched product may take; 0 where products should not be batched.
+    `fresh_rate` is that of memory that the operating system has to provide first, which it has for
+    programs that take more than `kept_size`. `equation` is what one more equation takes, however small.
+    `stream_size` is how much the gradients of one batched product may take; 0 where products should not
+    be batched.
     """
 
     name: str
@@ -49,14 +51,16 @@ class Backend:
     cache_rate: float
     cache_size: float
     fresh_rate: float
+    kept_size: float
     loop_step: float
+    equation: float
     stream_size: float
     working_set: float
 
 
 BACKENDS = {
-    # Measured on two cores. A batched product is slow there, and large temporary memory is paged in
-    # again for every run of a program.
+    # Measured on two cores. A batched product is slow there, and temporary memory that is larger than
+    # what malloc keeps is paged in again for every run of a program.
     "cpu": Backend(
         name="cpu",
         product_rate=2e11,
@@ -65,7 +69,9 @@ BACKENDS = {
         cache_rate=6e10,
         cache_size=6.4e7,
         fresh_rate=4e9,
+        kept_size=2**25,
         loop_step=1e-5,
+        equation=1e-6,
         stream_size=0,
         working_set=1e10,
     ),
@@ -78,7 +84,9 @@ BACKENDS = {
         cache_rate=1e12,
         cache_size=4e7,
         fresh_rate=math.inf,
+        kept_size=math.inf,
         loop_step=2e-5,
+        equation=5e-6,
         stream_size=2.56e8,
         working_set=1e10,
     ),
@@ -86,9 +94,23 @@ BACKENDS = {
 BACKENDS["tpu"] = dataclasses.replace(BACKENDS["gpu"], name="tpu", product_rate=1e14, batched_rate=1e14)
 
 
+# Of an accelerator's memory, what the activations of a microbatch and the gradients of one batched
+# product may take.
+WORKING_SHARE = 0.4
+STREAM_SHARE = 0.01
+
+
 def backend() -> Backend:
-    """The kind of device that programs run on by default."""
-    return BACKENDS.get(jax.default_backend(), BACKENDS["gpu"])
+    """The kind of device that programs run on by default, with its memory if it tells."""
+    kind = BACKENDS.get(jax.default_backend(), BACKENDS["gpu"])
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if not kind.stream_size or not memory:
+        return kind
+    return dataclasses.replace(
+        kind,
+        working_set=WORKING_SHARE * memory,
+        stream_size=min(kind.stream_size, STREAM_SHARE * memory),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,11 +234,12 @@ class Prices:
                 return self.size * lookup.contributions * row * (1 + self.statistics)
         raise AssertionError(strategy.name)
 
-    def fitted(self, strategy: Strategy) -> Strategy:
-        """The strategy as this device likes it."""
+    def fitted(self, strategy: Strategy, at_a_time: int | None = None) -> Strategy:
+        """The strategy as this device likes it; streams with `at_a_time` examples, if given."""
         match strategy:
             case Streamed():
-                return self.streamed()
+                liked = self.streamed()
+                return dataclasses.replace(liked, at_a_time=min(at_a_time or liked.at_a_time, self.size))
             case Gram():
                 products = self.gram_operations
                 looped = products / self.device.product_rate + self.device.loop_step

@@ -162,7 +162,7 @@ def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Planned for a GPU, and run here: batched streams, other choices, the same numbers.
     monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
     Runner(CASE[name], PLAIN).check("auto")
-    Runner(CASE[name], WEIGHTED).check("streamed")
+    Runner(CASE[name], WEIGHTED).check("streamed:2")
 
 
 @pytest.mark.parametrize("name", HANDFUL)
