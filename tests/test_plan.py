@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from benchmarks.models import MLP, Transformer
+from pergrad.lab.bench.models import MLP, Transformer
 from pergrad.strategies import streamed
 
 STRATEGIES = ["summed", "factored", "sparse", "streamed", "materialise"]
