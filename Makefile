@@ -22,13 +22,13 @@ mislabelled: $(NEWEST)/installed ## find wrong labels by the examples' gradients
 	$(NEWEST)/bin/python -m examples.mislabelled
 
 test: $(NEWEST)/installed ## run the tests with the newest JAX
-	$(NEWEST)/bin/python -m pytest -n 2
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadgroup
 
 test-all: $(NEWEST)/installed ## run all of the long lists of cases too, which takes a third longer
-	PERGRAD_TESTS=all $(NEWEST)/bin/python -m pytest -n 2
+	PERGRAD_TESTS=all $(NEWEST)/bin/python -m pytest -n 2 --dist loadgroup
 
 test-oldest: $(OLDEST)/installed ## run the tests with the oldest supported JAX
-	$(OLDEST)/bin/python -m pytest -n 2
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup
 
 lint: $(NEWEST)/installed ## check style, formatting and types
 	$(NEWEST)/bin/ruff check .
