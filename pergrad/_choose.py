@@ -17,12 +17,22 @@ from pergrad._statistics import Accumulator, LeafStatistic, per_of
 from pergrad._tail import Tail
 from pergrad._units import Units, units_of
 from pergrad._whole import ClippedMean, Pairs, Saved, SquaredNorm
-from pergrad.strategies import Factored, Gram, Materialise, Sparse, Strategy, Streamed, Summed
+from pergrad.strategies import (
+    Centred,
+    Factored,
+    Gram,
+    Materialise,
+    Sparse,
+    Strategy,
+    Streamed,
+    Summed,
+)
 from pergrad.terms import Lookup, Total
 
 STRATEGIES: tuple[Strategy, ...] = (
     Summed(),
     Factored(),
+    Centred(),
     Gram(),
     Sparse(),
     Streamed(),
@@ -176,7 +186,7 @@ def _why(strategy: Strategy, units: Units, size: int) -> str:
             return "one sum over all examples"
         case "gram":
             return "inner products of the factors"
-        case "factored":
+        case "factored" | "centred":
             return "an outer product for each"
         case "sparse":
             assert isinstance(term, Lookup)

@@ -6,6 +6,7 @@ factors for all B examples, and s statistics,
 
     summed        (B F_t + F_s) / product rate   + (f + g) / memory rate
     factored      (B F_t + F_s) / product rate   + (2 f + g) / memory rate      for each statistic
+    centred       (B F_t + F_s) / product rate   + B g / memory rate            for each statistic
     streamed      B (F_t + F_s) / product rate   + B g (1 + 2 s) / memory rate  + B loop steps
     materialise   B (F_t + F_s) / batched rate   + B g (1 + s) / memory rate
     sparse        (2 + s) (f + g) / memory rate
@@ -163,6 +164,8 @@ class Prices:
                 return at_once / d.product_rate + self._memory(f + g)
             case "factored":
                 return at_once / d.product_rate + self._memory(2 * f + g)
+            case "centred":
+                return at_once / d.product_rate + self._memory(b * g, at_once=3 * g)
             case "streamed":
                 passes = self._memory(b * g * (1 + 2 * s), at_once=g * (1 + s))
                 return one_by_one / d.product_rate + passes + b * d.loop_step
@@ -206,6 +209,8 @@ class Prices:
                 return self.plain_operations
             case "factored":
                 return statistics * self.plain_operations
+            case "centred":
+                return statistics * (self.plain_operations + 4 * self.size * numbers)
             case "sparse":
                 return 2 * statistics * self.size * sum(_cost.size(v) for v in self.tail.factors)
             case "gram":
@@ -220,6 +225,8 @@ class Prices:
                 return 0
             case "factored":
                 return self.factors
+            case "centred":
+                return self.gradient
             case "gram":
                 return 2 * self._positions**2 * 4 if self._positions > 1 else 0
             case "streamed":

@@ -349,9 +349,14 @@ class Variance(Accumulator):
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         gs = gs.astype(state[1].dtype)
         share = jnp.asarray(total(w, gs.shape[0]), gs.dtype)
-        mean = weighted_sum(gs, w) / _positive(share)
+        mean = self.mean_of(weighted_sum(gs, w), share)
         m2 = weighted_sum(jnp.square(gs - mean[None]), w)
         return self.merge(state, (share, mean, m2))
+
+    @staticmethod
+    def mean_of(weighted: jax.Array, share: jax.Array) -> jax.Array:
+        """The mean of a group, from the sum of w g and that of w; 0 if nothing has any weight."""
+        return weighted / _positive(share)
 
     def merge(self, a: State, b: State) -> State:
         # share = s_a + s_b,  d = mean_b - mean_a,  mean = mean_a + d s_b / share

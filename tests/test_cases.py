@@ -20,7 +20,7 @@ from pergrad.terms import TERMS
 from tests.cases import BATCH, CASES, Case, array
 from tests.conftest import ERROR, STATISTICS, assert_agrees, options, traced_once, truth_of
 
-STRATEGIES = ("auto", "streamed", "materialise", "summed", "factored", "sparse")
+STRATEGIES = ("auto", "streamed", "materialise", "summed", "factored", "centred", "sparse")
 WEIGHTS = np.array([1, 0, 2.5, 3, 0.5])
 CASE = {case.name: case for case in CASES}
 

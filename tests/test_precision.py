@@ -12,7 +12,7 @@ import pergrad as pg
 from tests import oracle
 from tests.cases import array
 
-STRATEGIES = ["auto", "materialise", "streamed", "factored", "sparse"]
+STRATEGIES = ["auto", "materialise", "streamed", "factored", "centred", "sparse"]
 HALVES = [jnp.float16, jnp.bfloat16]
 
 
@@ -311,3 +311,18 @@ def test_example_of_weight_zero_may_be_anything(name, strategy, size):
         result = stats_fn(w, broken, example_weights=weights)
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(result))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), result, clean)
+
+
+@pytest.mark.parametrize("size", [16, 37])
+def test_centred_takes_sixteen_at_a_time(size):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(size, 4)), rng.integers(0, 3, size=size)
+    p = rng.normal(size=(4, 3))
+    x[w == 0] = np.nan
+    stats_fn = pg.grad_stats(lambda p, x: jnp.mean(jnp.sum(jnp.tanh(x @ p), axis=1)), pg.Variance())
+    (row,) = pg.explain(lambda p, x: jnp.mean(jnp.tanh(x @ p)), pg.Variance())(p, x).rows
+    assert row.strategy == "centred"
+    with np.errstate(invalid="ignore"):
+        g = x[:, :, None] * (1 / np.cosh(x @ p) ** 2)[:, None, :]
+    expected = np.cov(np.nan_to_num(g.reshape(size, -1)).T, fweights=w).diagonal().reshape(4, 3)
+    np.testing.assert_allclose(stats_fn(p, x, example_weights=w), expected, rtol=1e-10)

@@ -50,6 +50,7 @@ ORDER = [
     "pergrad.strategies._strategy",
     "pergrad.strategies.summed",
     "pergrad.strategies.factored",
+    "pergrad.strategies.centred",
     "pergrad.strategies.gram",
     "pergrad.strategies.streamed",
     "pergrad.strategies.sparse",

@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 import pergrad as pg
+from pergrad._choose import STRATEGIES
 from tests import oracle
 from tests.cases import array, layer_norm, over, soft_clip
 from tests.conftest import STATISTICS, UNITS, Truth, assert_agrees
@@ -463,9 +464,7 @@ def runs(draw: Any) -> Run:
         weights=draw(st.none() | weights.map(tuple).filter(lambda w: sum(w) > 0)),
         keep_batch_dim=draw(st.booleans()),
         microbatch_size=draw(choice([None, 1, 2, 3, "auto"])),
-        strategy=draw(
-            choice(["auto", "streamed", "materialise", "summed", "factored", "gram", "sparse"])
-        ),
+        strategy=draw(choice(["auto", *(strategy.name for strategy in STRATEGIES)])),
         asked=draw(choice(list(ASKED))),
     )
 

@@ -6,6 +6,7 @@ All of them give the same numbers; which one is used for what is decided in `_pl
 from pergrad.strategies._strategy import Examples as Examples
 from pergrad.strategies._strategy import Job as Job
 from pergrad.strategies._strategy import Strategy as Strategy
+from pergrad.strategies.centred import Centred as Centred
 from pergrad.strategies.factored import Factored as Factored
 from pergrad.strategies.gram import Gram as Gram
 from pergrad.strategies.materialise import Materialise as Materialise

@@ -31,13 +31,7 @@ class Factored(Strategy):
             return "not a mean"
         if not statistic.is_factorable:
             return "phi is not known to be factorable"
-        if len(tail.terms) != 1 or not isinstance(tail.terms[0], Product):
-            return "not a single product"
-        if tail.terms[0].contributions != 1:
-            return "sums over positions"
-        if len(tail.grads) != 1 or any(STEPS[s.primitive].family == "mix" for s in tail.steps):
-            return "mixes entries after the product"
-        return None
+        return why_not_an_outer_product(tail)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         return [job.given + self._sum(tail, job.statistic, examples) for job in jobs]
@@ -55,3 +49,14 @@ class Factored(Strategy):
             else:
                 evaluate_wide([step], env)
         return read(env, tail.grads[0])
+
+
+def why_not_an_outer_product(tail: Tail) -> str | None:
+    """Why one example's gradient is more than an outer product whose entries are moved and scaled."""
+    if len(tail.terms) != 1 or not isinstance(tail.terms[0], Product):
+        return "not a single product"
+    if tail.terms[0].contributions != 1:
+        return "sums over positions"
+    if len(tail.grads) != 1 or any(STEPS[s.primitive].family == "mix" for s in tail.steps):
+        return "mixes entries after the product"
+    return None
