@@ -127,6 +127,13 @@ class Accumulator(LeafStatistic, abc.ABC):
         """Takes in gradients `gs` [B, ...] with their weights `w`, [B] or one for all."""
 
     @abc.abstractmethod
+    def merge_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        """The state of all devices, from that of each; `add` adds up over them.
+
+        The leaves of a state may have the steps of loops in front.
+        """
+
+    @abc.abstractmethod
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         """The result, from the state and `count`, the sum of all weights."""
 
@@ -285,6 +292,9 @@ class Mean(Accumulator):
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         return state + weighted_sum(self.apply(gs), w)
 
+    def merge_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        return add(state)
+
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         return state.astype(like.dtype) if self.phi is None else state
 
@@ -361,6 +371,13 @@ class Variance(Accumulator):
         of_b = s_b / _positive(share)
         d = mean_b - mean_a
         return share, mean_a + d * of_b, m2_a + m2_b + jnp.square(d) * (s_a * of_b)
+
+    def merge_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        # share = sum s,  mean = sum s mean_s / share,  M2 = sum (M2_s + s (mean_s - mean)^2)
+        s, mean_s, m2_s = state
+        share = add(s)
+        mean = add(weigh(mean_s, s)) / _positive(share).reshape(s.shape + (1,) * (mean_s.ndim - s.ndim))
+        return share, mean, add(m2_s + weigh(jnp.square(mean_s - mean), s))
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         _, _, m2 = state
@@ -452,6 +469,13 @@ class Fold(Accumulator):
         if not isinstance(w, jax.Array):
             return lax.scan(lambda s, g: (self.add(s, g, w), None), state, gs)[0]
         return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
+
+    def merge_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        raise ArgumentError(
+            f"{self!r} cannot be used with spmd_axis_name: it takes in one example after the other, and "
+            "how the states of two devices are merged is not known. Leave spmd_axis_name out, or use a "
+            "pg.Mean of some function."
+        )
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         return state if self.finish_state is None else self.finish_state(state)

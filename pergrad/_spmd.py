@@ -1,0 +1,160 @@
+"""One call on many devices: every device works on its own examples, and finished statistics travel.
+
+The whole call runs under `jax.shard_map`, manual over the axes that share the batch: trace, cut, plan
+and run know the local examples alone. What the accumulators of a device have taken in is merged with
+what the others have (`Accumulator.merge_all`) before anything is read out of it, so that the result is
+that of the whole batch. What has an example axis stays where its examples are.
+
+The other axes of the mesh stay automatic: XLA goes on to divide what it can along them, as parameters
+that are sharded over them say. Parameters that are sharded over the axes of the batch are gathered as
+the call begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental.shard_alike import shard_alike
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pergrad import _compat
+from pergrad._call import Call
+from pergrad._devices import Devices, devices_of, find_mesh
+from pergrad._plan import Plan
+from pergrad._request import Request
+from pergrad._statistics import Accumulator, Count, Individual, Statistic
+
+
+def run(
+    request: Request,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    example_weights: Any = None,
+    direction: Any = None,
+) -> Any:
+    """The results of one call, on the devices that the request names."""
+    call = Call(request, args, kwargs)
+    weights, directions = call.checked(example_weights, direction)
+    if not request.axes:
+        return call.run(weights, directions)
+    return _Spread(call).run(weights, directions)
+
+
+def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    """The plan of one call; on several devices it is that of each."""
+    call = Call(request, args, kwargs)
+    return (_Spread(call).local_call() if request.axes else call).plan()[1]
+
+
+class _Spread:
+    """A call of the whole batch, spread over devices."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.axes = call, call.request.axes
+        self.leaves, self.tree = jax.tree.flatten((tuple(call.args), dict(call.kwargs)))
+        self.mesh = find_mesh(self.axes, self.leaves)
+        self.devices = devices_of(self.mesh, self.axes, call.size)
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        self.explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
+
+    def local_call(self) -> Call:
+        """The call of one device, with shapes in the place of arrays."""
+        call, size = self.call, self.call.size // self.devices.number
+        batch = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in call.batch]
+        params = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.params]
+        return Call(call.request, call.arguments(params, batch, call.keys), call.kwargs, self.devices)
+
+    def run(self, weights: jax.Array | None, directions: Sequence[jax.Array] | None) -> Any:
+        request = self.call.request
+        is_given = [isinstance(x, (jax.Array, np.ndarray)) for x in self.leaves]
+
+        def given(leaves: Sequence[Any]) -> list[Any]:
+            return [x for x, is_array in zip(leaves, is_given, strict=True) if is_array]
+
+        def call_with(arrays: Sequence[Any], devices: Devices) -> Call:
+            own = iter(arrays)
+            pairs = zip(self.leaves, is_given, strict=True)
+            args, kwargs = self.tree.unflatten([next(own) if a else x for x, a in pairs])
+            return Call(request, args, kwargs, devices)
+
+        def on_each(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
+            return call_with(arrays, self.devices).run(weights, directions)
+
+        def on_all(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
+            mapped = jax.shard_map(
+                on_each,
+                mesh=None if self.explicit else self.mesh,
+                in_specs=(given(self._specs_of_leaves()), P(self.axes), P()),
+                out_specs=self._results(lambda _: P()),
+                axis_names=set(self.axes),
+                check_vma=False,
+            )
+            return self._free(call_with(arrays, Devices()), mapped(arrays, weights, directions))
+
+        everywhere: Callable[..., Any] = jax.jit(on_all)
+        if self.explicit:
+            out_sharding = self._results(lambda x: jax.typeof(x).sharding.spec, self._explicit)
+            everywhere = jax.sharding.auto_axes(
+                everywhere, axes=self.explicit, out_sharding=out_sharding
+            )
+        return everywhere(given(self.leaves), weights, directions)
+
+    def _specs_of_leaves(self) -> list[P]:
+        """For each leaf of the arguments, whether it is divided among the devices."""
+        args = [
+            jax.tree.map(lambda _, n=n: P(self.axes) if n in self.call.batch_argnums else P(), arg)
+            for n, arg in enumerate(self.call.args)
+        ]
+        kwargs = jax.tree.map(lambda _: P(), self.call.kwargs)
+        return jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, P))
+
+    def _results(self, like: Callable[[Any], P], made: Callable[[P], Any] = lambda spec: spec) -> Any:
+        """A tree, `made` of specs, like the results; `like` gives that of what is like a parameter."""
+        call, everywhere, per_example = self.call, made(P()), made(P(self.axes))
+
+        def of(statistic: Statistic) -> Any:
+            if isinstance(statistic, Accumulator):
+                return call.like_params([made(like(x)) for x in call.params])
+            if isinstance(statistic, Individual):
+                specs = [P(self.axes, *_without(like(x), self.axes)) for x in call.params]
+                return call.like_params([made(spec) for spec in specs])
+            return everywhere if isinstance(statistic, Count) else per_example
+
+        value = (everywhere, per_example) if call.request.has_aux else everywhere
+        return value, jax.tree.map(of, call.request.stats)
+
+    def _free(self, call: Call, out: Any) -> Any:
+        """The results, with what is shaped like the parameters free to be sharded, and like them.
+
+        Under `jit` an automatic sharding is not known yet: XLA is told to make it the same.
+        """
+        value, results = out
+        params = call.like_params([lax.stop_gradient(x) for x in call.params])
+
+        def of(statistic: Statistic, result: Any) -> Any:
+            if not isinstance(statistic, Accumulator):
+                return result
+            result = jax.tree.map(lambda x: _compat.behind_manual_axes(x, self.mesh), result)
+            return result if self.explicit else shard_alike(params, result)[1]
+
+        return value, jax.tree.map(of, call.request.stats, results)
+
+    def _explicit(self, spec: P) -> NamedSharding:
+        """The spec, as far as it speaks of explicit axes."""
+        others = [n for n in self.mesh.axis_names if n not in self.explicit]
+        return NamedSharding(self.mesh, P(*_without(spec, others)))
+
+
+def _without(spec: Any, axes: Sequence[str]) -> list[Any]:
+    """A spec without these axes."""
+    kept = [[n for n in _names(entry) if n not in axes] for entry in spec]
+    return [tuple(names) or None for names in kept]
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
