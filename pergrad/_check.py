@@ -71,7 +71,11 @@ def check(
         def both(params: Sequence[Any], batch: Sequence[Any]) -> Any:
             args = call.arguments(params, batch)
             each = _spmd.run(request, args, kwargs)
-            return each, jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
+            return each, _spmd.with_automatic_axes(request, whole_gradient, params, batch)
+
+        def whole_gradient(params: Sequence[Any], batch: Sequence[Any]) -> Any:
+            args = call.arguments(params, batch)
+            return jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
 
         (value, (mean, square, losses)), (whole, gradient) = both(call.params, call.batch)
         value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)

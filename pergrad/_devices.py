@@ -66,6 +66,12 @@ def find_mesh(axes: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh:
     return mesh
 
 
+def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
+    """The axes whose shardings are part of the types of arrays."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in types if kind == AxisType.Explicit)
+
+
 def devices_of(mesh: AbstractMesh, axes: tuple[str, ...], size: int) -> Devices:
     """The devices along these axes, if they can have equal parts of `size` examples."""
     number = math.prod(mesh.shape[axis] for axis in axes)

@@ -19,12 +19,12 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental.shard_alike import shard_alike
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pergrad import _compat
 from pergrad._call import Call
-from pergrad._devices import Devices, devices_of, find_mesh
+from pergrad._devices import Devices, devices_of, explicit_axes, find_mesh
 from pergrad._plan import Plan
 from pergrad._request import Request
 from pergrad._statistics import Accumulator, Count, Individual, Statistic
@@ -51,6 +51,16 @@ def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pl
     return (_Spread(call).local_call() if request.axes else call).plan()[1]
 
 
+def with_automatic_axes(request: Request, fun: Callable[..., Any], *args: Any) -> Any:
+    """Calls `fun` where no axis of the mesh is explicit. Its results are on every device."""
+    mesh = find_mesh(request.axes, jax.tree.leaves(args)) if request.axes else None
+    explicit = explicit_axes(mesh) if mesh else ()
+    if mesh is None or not explicit:
+        return fun(*args)
+    everywhere = NamedSharding(mesh, P())
+    return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=everywhere)(*args)
+
+
 class _Spread:
     """A call of the whole batch, spread over devices."""
 
@@ -59,8 +69,7 @@ class _Spread:
         self.leaves, self.tree = jax.tree.flatten((tuple(call.args), dict(call.kwargs)))
         self.mesh = find_mesh(self.axes, self.leaves)
         self.devices = devices_of(self.mesh, self.axes, call.size)
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        self.explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
+        self.explicit = explicit_axes(self.mesh)
 
     def local_call(self) -> Call:
         """The call of one device, with shapes in the place of arrays."""

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pergrad as pg
+from tests import pages
 from tests.cases import BATCH, CASES, array
 from tests.conftest import options
 from tests.test_composition import close, normal
@@ -65,6 +66,13 @@ def loss(p, batch):
     """A lookup, two products over positions, a bias and a scalar."""
     h = jnp.tanh((batch["x"] + p["table"][batch["i"]]) @ p["w"] + p["b"][None, None])
     return jnp.mean(jnp.square(p["s"] * h @ p["v"] - batch["y"]))
+
+
+def ragged(p, batch):
+    """Not a mean over examples: those with a larger first index count more."""
+    w = 1 + batch["i"][:, 0]
+    each = jax.vmap(lambda b: loss(p, jax.tree.map(lambda x: x[None], b)))(batch)
+    return jnp.sum(w * each) / jnp.sum(w)
 
 
 DIRECTION = jax.tree.map(lambda x: normal(13, *x.shape), params())
@@ -262,12 +270,23 @@ def test_plan_is_that_of_one_device():
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_check(kind):
-    mesh = mesh_of(kind, data=8)
+    mesh = mesh_of(kind, data=4, model=2)
     with set_mesh(mesh):
-        args = normal(14, 8, 4), spread(mesh, normal(15, 16, 8))
-        pg.check(lambda w, x: jnp.mean(jnp.square(x @ w)), spmd_axis_name="data")(*args)
+        args = laid_out(mesh, "fsdp"), spread(mesh, batch())
+        pg.check(loss, spmd_axis_name="data")(*args)
         with refused(pg.NotPerExampleError, "16 times as large"):
-            pg.check(lambda w, x: jnp.sum(jnp.square(x @ w)), spmd_axis_name="data")(*args)
+            pg.check(lambda p, b: len(b["x"]) * loss(p, b), spmd_axis_name="data")(*args)
+        with refused(pg.NotPerExampleError, "weighted mean"):
+            pg.check(ragged, spmd_axis_name="data")(*args)
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="the page is written for newer JAX")
+def test_page(capsys):
+    namespace = {"__name__": "devices.md"}
+    with pages.jax_as_for_users():
+        for code, output in pages.blocks(pages.ROOT / "docs" / "devices.md"):
+            exec(code, namespace)
+            assert output is None or capsys.readouterr().out.split() == output.split()
 
 
 # What is refused.
@@ -370,6 +389,27 @@ def test_collectives_of_fsdp():
     assert not any(found.values())
     for sharding in jax.tree.leaves(program.output_shardings[1]):
         assert sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+@pytest.mark.parametrize("stats", [[pg.Mean()], [pg.Mean(), pg.Mean(jnp.square)]], ids=str)
+def test_collectives_of_tensor_parallel_parameters(stats):
+    mesh = mesh_of(data=4, model=2)
+    specs = [P(None, "model"), P("model"), P(None, "model")]
+    shardings = [{"w": NamedSharding(mesh, spec)} for spec in specs]
+    args = jax.device_put(large_params(), shardings), spread(mesh, large_batch())
+    stats_fn = pg.value_and_stats(large_loss, stats, spmd_axis_name="data")
+    with set_mesh(mesh), optimized():
+        plain, own = (
+            collectives(jax.jit(f).lower(*args).compile())
+            for f in (jax.value_and_grad(large_loss), stats_fn)
+        )
+    # The model's own are those of jax.grad, and each further statistic is reduced as the gradient is.
+    expected = [n for n in plain["all-reduce"] if n > 16] + (len(stats) - 1) * [n // 2 for n in SIZES]
+    assert sorted(n for n in own.pop("all-reduce") if n > 16) == sorted(expected)
+    gathered = own.pop("all-gather")
+    assert not any(own.values()), own
+    # Nothing is gathered, but in older JAX statistics, along the other axis (see `_compat`).
+    assert not gathered or (jax.__version_info__ < (0, 10) and set(gathered) <= set(SIZES))
 
 
 # XLA counts what is in a loop once, so these have none: one sum over all examples, all gradients formed.
