@@ -24,7 +24,7 @@ from pergrad._errors import ArgumentError
 from pergrad._hoist import hoist
 from pergrad._plan import Plan, make_plan
 from pergrad._request import Request, as_tuple, takes_direction
-from pergrad._run import Outcome, Results, merge, run, run_last
+from pergrad._run import Outcome, Results, part_of_all, run, run_last
 from pergrad._statistics import (
     Accumulator,
     Count,
@@ -182,11 +182,14 @@ class Call:
     def run(
         self, weights: jax.Array | None = None, directions: Sequence[jax.Array] | None = None
     ) -> Any:
-        """The four steps, and the results; what is given has been `checked`."""
+        """The four steps, and the results; what is given has been `checked`.
+
+        On one of several devices the results of accumulators are its part of them, which add up.
+        """
         cut, plan = self.plan()
         shares = self._shares(weights)
         outcome = run(cut, plan, self.params, self._examples(), shares, directions)
-        outcome = merge(plan, outcome, self.devices)
+        outcome = part_of_all(plan, outcome, self.devices)
         last, pairs = run_last(cut, plan, self.params, outcome, self.devices)
         return self._assemble(cut, plan, outcome, last, pairs, weights)
 
@@ -346,7 +349,10 @@ class Call:
                 return result
             place = tail.params.index(param)
             units = count * units_per_example(tail, place, per_of(statistic))
-            result = statistic.finish(result, units, aval(cut.program.grads[param]))
+            like = aval(cut.program.grads[param])
+            if self.devices.axes:  # parts are rounded when they have been added up
+                like = jax.ShapeDtypeStruct(like.shape, accumulation_dtype(like.dtype))
+            result = statistic.finish(result, units, like)
             return tail.outward(param, result) if tail.levels else result
 
         def result(statistic: Statistic) -> Any:

@@ -10,14 +10,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-from jax import lax
 from jax._src import source_info_util
 from jax._src.ad_checkpoint import name_p, remat_p
 from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "Atom",
@@ -29,7 +26,6 @@ __all__ = [
     "Var",
     "at_line_of",
     "aval",
-    "behind_manual_axes",
     "bind",
     "drop_dead_code",
     "has_user_line",
@@ -96,14 +92,3 @@ def has_user_line(eqn: JaxprEqn) -> bool:
 def aval(v: Atom) -> Any:
     """The abstract value of a variable: its shape and dtype."""
     return v.aval
-
-
-def behind_manual_axes(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
-    """What a `shard_map` with automatic axes returned, free to be sharded over its manual axes.
-
-    Without a barrier XLA gives the sharding to the end of the manual region too and then fails. In JAX
-    0.7 it looks through barriers, and the array has to be whole first (0.8 and 0.9 are not tested).
-    """
-    if jax.__version_info__ >= (0, 10):
-        return lax.optimization_barrier(x)
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))

@@ -14,7 +14,7 @@ For clipped means tails are called once more, with other weights, when all norms
 needs the gradients of all examples side by side comes last, from their factors, which are kept for it.
 
 Microbatches are a `lax.scan` around all that, which hands the states on. If several devices share the
-batch, each does all of that with its own examples, and then the states of all are merged.
+batch, each does all of that with its own examples, and has then a part of the states of all.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def run(
     return Outcome(losses, aux, _either(states, readings), factors)
 
 
-def merge(plan: Plan, outcome: Outcome, devices: Devices) -> Outcome:
-    """The outcome with the states of all devices merged; what has an example axis is each one's own."""
+def part_of_all(plan: Plan, outcome: Outcome, devices: Devices) -> Outcome:
+    """The outcome with this device's part of the states of all, for accumulators."""
     if not devices.axes:
         return outcome
     results = [
         [
-            s.merge_all(x, devices.add) if isinstance(s, Accumulator) else x
+            s.part_of_all(x, devices.add) if isinstance(s, Accumulator) else x
             for (_, s), x in zip(t.running(), own, strict=True)
         ]
         for t, own in zip(plan.tails, outcome.results, strict=True)

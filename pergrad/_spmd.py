@@ -1,9 +1,10 @@
 """One call on many devices: every device works on its own examples, and finished statistics travel.
 
 The whole call runs under `jax.shard_map`, manual over the axes that share the batch: trace, cut, plan
-and run know the local examples alone. What the accumulators of a device have taken in is merged with
-what the others have (`Accumulator.merge_all`) before anything is read out of it, so that the result is
-that of the whole batch. What has an example axis stays where its examples are.
+and run know the local examples alone. What leaves a device of a statistic of all examples together is
+its part of it (`Accumulator.part_of_all`). The parts are added up outside, where XLA may choose how: a
+device that keeps a shard of the sum need not have all of it. What has an example axis stays where its
+examples are.
 
 The other axes of the mesh stay automatic: XLA goes on to divide what it can along them, as parameters
 that are sharded over them say. Parameters that are sharded over the axes of the batch are gathered as
@@ -16,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pergrad import _compat
 from pergrad._call import Call
 from pergrad._devices import Devices, devices_of, explicit_axes, find_mesh
 from pergrad._plan import Plan
@@ -92,22 +93,24 @@ class _Spread:
             return Call(request, args, kwargs, devices)
 
         def on_each(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
-            return call_with(arrays, self.devices).run(weights, directions)
+            value, results = call_with(arrays, self.devices).run(weights, directions)
+            return value, jax.tree.map(_as_part, request.stats, results)
 
         def on_all(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
             mapped = jax.shard_map(
                 on_each,
                 mesh=None if self.explicit else self.mesh,
                 in_specs=(given(self._specs_of_leaves()), P(self.axes), P()),
-                out_specs=self._results(lambda _: P()),
+                out_specs=self._out_specs(),
                 axis_names=set(self.axes),
                 check_vma=False,
             )
-            return self._free(call_with(arrays, Devices()), mapped(arrays, weights, directions))
+            value, results = mapped(arrays, weights, directions)
+            return value, self._added_up(call_with(arrays, Devices()), results)
 
         everywhere: Callable[..., Any] = jax.jit(on_all)
         if self.explicit:
-            out_sharding = self._results(lambda x: jax.typeof(x).sharding.spec, self._explicit)
+            out_sharding = self._out_sharding()
             everywhere = jax.sharding.auto_axes(
                 everywhere, axes=self.explicit, out_sharding=out_sharding
             )
@@ -122,41 +125,58 @@ class _Spread:
         kwargs = jax.tree.map(lambda _: P(), self.call.kwargs)
         return jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, P))
 
-    def _results(self, like: Callable[[Any], P], made: Callable[[P], Any] = lambda spec: spec) -> Any:
-        """A tree, `made` of specs, like the results; `like` gives that of what is like a parameter."""
-        call, everywhere, per_example = self.call, made(P()), made(P(self.axes))
+    def _out_specs(self) -> Any:
+        """Of what leaves each device: all but numbers has an axis in front, of examples or of parts."""
+        many, request = P(self.axes), self.call.request
+        stats = jax.tree.map(lambda s: P() if isinstance(s, Count) else many, request.stats)
+        return (P(), many) if request.has_aux else P(), stats
+
+    def _added_up(self, call: Call, results: Any) -> Any:
+        """The results, from the parts of all devices. What is like a parameter is sharded like it.
+
+        Under `jit` an automatic sharding is not known yet, so XLA is told that it is the same.
+        """
+
+        def of(statistic: Statistic, result: Any) -> Any:
+            if not isinstance(statistic, Accumulator):
+                return result
+            params, tree = jax.tree.flatten(call.like_params(call.params))
+            wholes = [
+                jnp.sum(parts, axis=0).astype(statistic.result_dtype(x.dtype))
+                for x, parts in zip(params, tree.flatten_up_to(result), strict=True)
+            ]
+            if not self.explicit:
+                wholes = shard_alike([lax.stop_gradient(x) for x in params], wholes)[1]
+            return tree.unflatten(wholes)
+
+        return jax.tree.map(of, call.request.stats, results)
+
+    def _out_sharding(self) -> Any:
+        """With explicit axes, how the results are sharded."""
+        call, everywhere, per_example = self.call, self._explicit(P()), self._explicit(P(self.axes))
+        specs = [jax.typeof(x).sharding.spec for x in call.params]
 
         def of(statistic: Statistic) -> Any:
             if isinstance(statistic, Accumulator):
-                return call.like_params([made(like(x)) for x in call.params])
+                return call.like_params([self._explicit(spec) for spec in specs])
             if isinstance(statistic, Individual):
-                specs = [P(self.axes, *_without(like(x), self.axes)) for x in call.params]
-                return call.like_params([made(spec) for spec in specs])
+                own = [P(self.axes, *_without(spec, self.axes)) for spec in specs]
+                return call.like_params([self._explicit(spec) for spec in own])
             return everywhere if isinstance(statistic, Count) else per_example
 
         value = (everywhere, per_example) if call.request.has_aux else everywhere
         return value, jax.tree.map(of, call.request.stats)
 
-    def _free(self, call: Call, out: Any) -> Any:
-        """The results, with what is shaped like the parameters free to be sharded, and like them.
-
-        Under `jit` an automatic sharding is not known yet: XLA is told to make it the same.
-        """
-        value, results = out
-        params = call.like_params([lax.stop_gradient(x) for x in call.params])
-
-        def of(statistic: Statistic, result: Any) -> Any:
-            if not isinstance(statistic, Accumulator):
-                return result
-            result = jax.tree.map(lambda x: _compat.behind_manual_axes(x, self.mesh), result)
-            return result if self.explicit else shard_alike(params, result)[1]
-
-        return value, jax.tree.map(of, call.request.stats, results)
-
     def _explicit(self, spec: P) -> NamedSharding:
         """The spec, as far as it speaks of explicit axes."""
         others = [n for n in self.mesh.axis_names if n not in self.explicit]
         return NamedSharding(self.mesh, P(*_without(spec, others)))
+
+
+def _as_part(statistic: Statistic, result: Any) -> Any:
+    """What a device has of a result, with an axis of devices in front if it is a part of a sum."""
+    is_part = isinstance(statistic, Accumulator)
+    return jax.tree.map(lambda x: x[None], result) if is_part else result
 
 
 def _without(spec: Any, axes: Sequence[str]) -> list[Any]:
