@@ -127,8 +127,20 @@ class Accumulator(LeafStatistic, abc.ABC):
         """Takes in gradients `gs` [B, ...] with their weights `w`, [B] or one for all."""
 
     @abc.abstractmethod
+    def part_of_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        """This device's part of the state of all devices; `add` adds up over them.
+
+        What `finish` makes of the parts adds up to the result. The leaves of a state may have the steps
+        of loops in front.
+        """
+
+    @abc.abstractmethod
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         """The result, from the state and `count`, the sum of all weights."""
+
+    def result_dtype(self, dtype: Any) -> Any:
+        """The dtype of the result for gradients of this dtype."""
+        return accumulation_dtype(dtype)
 
 
 Per = int | str
@@ -285,8 +297,14 @@ class Mean(Accumulator):
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         return state + weighted_sum(self.apply(gs), w)
 
+    def part_of_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        return state
+
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
-        return state.astype(like.dtype) if self.phi is None else state
+        return state.astype(self.result_dtype(like.dtype))
+
+    def result_dtype(self, dtype: Any) -> Any:
+        return dtype if self.phi is None else accumulation_dtype(dtype)
 
     def __repr__(self) -> str:
         phi = "" if self.phi is None else name_of(self.phi)
@@ -361,6 +379,13 @@ class Variance(Accumulator):
         of_b = s_b / _positive(share)
         d = mean_b - mean_a
         return share, mean_a + d * of_b, m2_a + m2_b + jnp.square(d) * (s_a * of_b)
+
+    def part_of_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        # share = sum s,  mean = sum s mean_s / share,  M2 = sum (M2_s + s (mean_s - mean)^2)
+        s, mean_s, m2_s = state
+        share = add(s)
+        mean = add(weigh(mean_s, s)) / _positive(share).reshape(s.shape + (1,) * (mean_s.ndim - s.ndim))
+        return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         _, _, m2 = state
@@ -452,6 +477,13 @@ class Fold(Accumulator):
         if not isinstance(w, jax.Array):
             return lax.scan(lambda s, g: (self.add(s, g, w), None), state, gs)[0]
         return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
+
+    def part_of_all(self, state: State, add: Callable[[jax.Array], jax.Array]) -> State:
+        raise ArgumentError(
+            f"{self!r} cannot be used with spmd_axis_name: it takes in one example after the other, and "
+            "how the states of two devices are merged is not known. Leave spmd_axis_name out, or use a "
+            "pg.Mean of some function."
+        )
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         return state if self.finish_state is None else self.finish_state(state)

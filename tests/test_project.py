@@ -19,8 +19,9 @@ from tests import pages
 from tests.pages import ROOT
 
 PACKAGE = ROOT / "pergrad"
-# test_frameworks.py runs docs/frameworks.md, and looks at its results.
-PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md")} - {ROOT / "docs" / "frameworks.md"})
+# test_frameworks.py runs docs/frameworks.md, and looks at its results; docs/devices.md needs devices.
+ELSEWHERE = {ROOT / "docs" / "frameworks.md", ROOT / "docs" / "devices.md"}
+PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md")} - ELSEWHERE)
 
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
@@ -64,12 +65,14 @@ ORDER = [
     "pergrad._hoist",
     "pergrad._cut",
     "pergrad._price",
+    "pergrad._devices",
     "pergrad._choose",
     "pergrad._plan",
     "pergrad._factors",
     "pergrad._run",
     "pergrad._request",
     "pergrad._call",
+    "pergrad._spmd",
     "pergrad._check",
     "pergrad._combine",
     "pergrad._api",
