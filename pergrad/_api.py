@@ -46,7 +46,7 @@ def value_and_stats(
         device then works on its own examples and only finished statistics travel. The result is the
         same: what has an example axis is sharded along it, what is shaped like the parameters is
         sharded like them. The number of examples must be a multiple of that of devices (pad with
-        `example_weights` of 0). `Fold` is refused; for `Gram` what layers saved is gathered.
+        `example_weights` of 0). A `Fold` needs a `merge`; for `Gram` what layers saved is gathered.
       strategy: `"auto"`, or the name of one to use wherever it can be used, for comparison;
         `"materialise"` is the plain reference.
 

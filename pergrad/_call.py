@@ -387,8 +387,8 @@ def _as_array(x: Any) -> Any:
 
 
 def _is_concrete(x: jax.Array) -> bool:
-    """Whether the numbers can be looked at, which they cannot under `jit`."""
-    return not isinstance(x, Tracer)
+    """Whether the numbers can be looked at: not under `jit`, nor if other processes have some."""
+    return not isinstance(x, Tracer) and x.is_fully_addressable
 
 
 def _is_one_key(x: Any) -> bool:

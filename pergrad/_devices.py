@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
@@ -36,6 +37,29 @@ class Devices:
     def first(self, size: int) -> Any:
         """The place in the batch of the first own example, if each device has `size`."""
         return lax.axis_index(self.axes) * size if self.axes else 0
+
+    def merge(self, two: Callable[[Any, Any], Any], state: Any) -> Any:
+        """On the first device the states of all, merged two at a time in their order.
+
+        A tree of log2(number) levels: at the one of 2^k every 2^(k+1)-th device takes in the state of
+        the one 2^k further on, which has those of 2^k devices by then. So two states are here at most.
+        """
+        here, far = self.first(1), 1
+        while far < self.number:
+            pairs = [(i + far, i) for i in range(0, self.number - far, 2 * far)]
+            other = jax.tree.map(lambda x, p=pairs: lax.ppermute(x, self.axes, p), state)
+            takes = (here % (2 * far) == 0) & (here + far < self.number)
+            state = _select(takes, two(state, other), state)
+            far *= 2
+        return state
+
+    def only_first(self, x: Any) -> Any:
+        """On the first device `x`, on the others zeros like it."""
+        return _select(self.first(1) == 0, x, jax.tree.map(jnp.zeros_like, x))
+
+
+def _select(condition: Any, x: Any, y: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
 
 
 def find_mesh(axes: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh:

@@ -110,7 +110,7 @@ def part_of_all(plan: Plan, outcome: Outcome, devices: Devices) -> Outcome:
         return outcome
     results = [
         [
-            s.part_of_all(x, devices.add) if isinstance(s, Accumulator) else x
+            s.part_of_all(x, devices) if isinstance(s, Accumulator) else x
             for (_, s), x in zip(t.running(), own, strict=True)
         ]
         for t, own in zip(plan.tails, outcome.results, strict=True)

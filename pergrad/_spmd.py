@@ -13,6 +13,7 @@ the call begins.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from pergrad._call import Call
 from pergrad._devices import Devices, devices_of, explicit_axes, find_mesh
 from pergrad._plan import Plan
 from pergrad._request import Request
-from pergrad._statistics import Accumulator, Count, Individual, Statistic
+from pergrad._statistics import Accumulator, Count, Fold, Individual, Statistic
 
 
 def run(
@@ -94,7 +95,7 @@ class _Spread:
 
         def on_each(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
             value, results = call_with(arrays, self.devices).run(weights, directions)
-            return value, jax.tree.map(_as_part, request.stats, results)
+            return value, jax.tree.map(functools.partial(_as_part, self.devices), request.stats, results)
 
         def on_all(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
             mapped = jax.shard_map(
@@ -141,13 +142,19 @@ class _Spread:
             if not isinstance(statistic, Accumulator):
                 return result
             params, tree = jax.tree.flatten(call.like_params(call.params))
-            wholes = [
-                jnp.sum(parts, axis=0).astype(statistic.result_dtype(x.dtype))
-                for x, parts in zip(params, tree.flatten_up_to(result), strict=True)
-            ]
-            if not self.explicit:
-                wholes = shard_alike([lax.stop_gradient(x) for x in params], wholes)[1]
-            return tree.unflatten(wholes)
+            results = tree.flatten_up_to(result)
+            return tree.unflatten(
+                [
+                    jax.tree.map(functools.partial(whole, x), _shapes(statistic, x), parts)
+                    for x, parts in zip(params, results, strict=True)
+                ]
+            )
+
+        def whole(param: jax.Array, like: Any, parts: jax.Array) -> jax.Array:
+            x = jnp.sum(parts, axis=0).astype(like.dtype)
+            if self.explicit or x.shape != param.shape:
+                return x
+            return shard_alike(lax.stop_gradient(param), x)[1]
 
         return jax.tree.map(of, call.request.stats, results)
 
@@ -158,11 +165,16 @@ class _Spread:
 
         def of(statistic: Statistic) -> Any:
             if isinstance(statistic, Accumulator):
-                return call.like_params([self._explicit(spec) for spec in specs])
+                pairs = zip(call.params, specs, strict=True)
+                return call.like_params([like(statistic, *pair) for pair in pairs])
             if isinstance(statistic, Individual):
                 own = [P(self.axes, *_without(spec, self.axes)) for spec in specs]
                 return call.like_params([self._explicit(spec) for spec in own])
             return everywhere if isinstance(statistic, Count) else per_example
+
+        def like(statistic: Accumulator, param: Any, spec: P) -> Any:
+            own, shapes = self._explicit(spec), _shapes(statistic, param)
+            return jax.tree.map(lambda x: own if x.shape == param.shape else everywhere, shapes)
 
         value = (everywhere, per_example) if call.request.has_aux else everywhere
         return value, jax.tree.map(of, call.request.stats)
@@ -173,10 +185,19 @@ class _Spread:
         return NamedSharding(self.mesh, P(*_without(spec, others)))
 
 
-def _as_part(statistic: Statistic, result: Any) -> Any:
+def _as_part(devices: Devices, statistic: Statistic, result: Any) -> Any:
     """What a device has of a result, with an axis of devices in front if it is a part of a sum."""
-    is_part = isinstance(statistic, Accumulator)
-    return jax.tree.map(lambda x: x[None], result) if is_part else result
+    if not isinstance(statistic, Accumulator):
+        return result
+    if isinstance(statistic, Fold):
+        result = devices.only_first(result)
+    return jax.tree.map(lambda x: x[None], result)
+
+
+def _shapes(statistic: Accumulator, param: Any) -> Any:
+    """Shapes and dtypes of the statistic's result for a parameter."""
+    like, count = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (param, jnp.zeros(())))
+    return jax.eval_shape(lambda n: statistic.finish(statistic.init(like), n, like), count)
 
 
 def _without(spec: Any, axes: Sequence[str]) -> list[Any]:

@@ -75,6 +75,38 @@ def ragged(p, batch):
     return jnp.sum(w * each) / jnp.sum(w)
 
 
+def as_read(state):
+    return {"ends": state["ends"], "range": state["high"] - state["low"], "count": state["count"]}
+
+
+# First and last gradient, in the order of the batch, and all between which they lie.
+ENDS = pg.Fold(
+    lambda x: {
+        "count": jnp.zeros((), jnp.int32),
+        "ends": jnp.stack([x, x]),
+        "low": x + jnp.inf,
+        "high": x - jnp.inf,
+    },
+    lambda s, g: {
+        "count": s["count"] + 1,
+        "ends": jnp.stack([jnp.where(s["count"] == 0, g, s["ends"][0]), g]),
+        "low": jnp.minimum(s["low"], g),
+        "high": jnp.maximum(s["high"], g),
+    },
+    as_read,
+    merge=lambda a, b: {
+        "count": a["count"] + b["count"],
+        "ends": jnp.stack(
+            [
+                jnp.where(a["count"] > 0, a["ends"][0], b["ends"][0]),
+                jnp.where(b["count"] > 0, b["ends"][1], a["ends"][1]),
+            ]
+        ),
+        "low": jnp.minimum(a["low"], b["low"]),
+        "high": jnp.maximum(a["high"], b["high"]),
+    },
+)
+STATS["fold"] = ENDS
 DIRECTION = jax.tree.map(lambda x: normal(13, *x.shape), params())
 
 
@@ -311,7 +343,13 @@ def test_page(capsys):
         (pg.Mean(), 13, "data", ["13 examples", "4 devices", "Add 3", "example_weights of 0"]),
         (pg.Mean(), 13, ("data", "model"), ["('data', 'model')", "8 devices", "Add 3"]),
         (pg.Mean(per=2), 12, "data", ["groups of 2", "3 examples that each device has"]),
-        (pg.Fold(jnp.zeros_like, jnp.maximum), 16, "data", ["Fold", "spmd_axis_name", "pg.Mean"]),
+        (pg.Fold(jnp.zeros_like, jnp.maximum), 16, "data", ["Fold", "spmd_axis_name", "`merge`"]),
+        (
+            pg.Fold(jnp.zeros_like, jnp.maximum, merge=lambda a, b: (a, b)),
+            16,
+            "data",
+            ["Fold", "merge must return a state like"],
+        ),
     ],
     ids=str,
 )

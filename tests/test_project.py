@@ -34,6 +34,7 @@ ROOMS = {"noise", "optim", "scaling"}
 # Every module imports from those above it alone.
 ORDER = [
     "pergrad._errors",
+    "pergrad._devices",
     "pergrad._compat",
     "pergrad._cost",
     "pergrad._eval",
@@ -65,7 +66,6 @@ ORDER = [
     "pergrad._hoist",
     "pergrad._cut",
     "pergrad._price",
-    "pergrad._devices",
     "pergrad._choose",
     "pergrad._plan",
     "pergrad._factors",
