@@ -19,7 +19,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pergrad as pg
-from tests import pages
+from pergrad.lab import optimizers
+from pergrad.lab.config import Model, Train
+from pergrad.lab.devices import make_place
+from pergrad.lab.errors import LabError
+from pergrad.lab.runs import read_metrics
+from pergrad.lab.train import make_problem, train
+from tests import labs, pages
 from tests.cases import BATCH, CASES, array
 from tests.conftest import options
 from tests.test_composition import close, normal
@@ -333,6 +339,67 @@ def test_page(capsys):
             assert output is None or capsys.readouterr().out.split() == output.split()
 
 
+# The lab.
+
+
+class Watch:
+    """Stops a run after a step, and knows where one began."""
+
+    def __init__(self, last=None):
+        self.last = last
+
+    def start(self, config, step, price):
+        self.first = step
+
+    def advance(self, row):
+        if row["step"] == self.last:
+            raise KeyboardInterrupt
+
+
+def test_lab_goes_on_with_other_devices(tmp_path):
+    shape = Model(layers=1, width=16, heads=2, context=8)
+    config = Train(
+        "micro_adam",
+        batch_size=8,
+        steps=6,
+        data=str(labs.write_text(tmp_path / "text")),
+        model=shape,
+        clip=0.1,
+        checkpoint_every=2,
+        validate_every=3,
+        noise_every=6,
+    )
+    with labs.compiled_once(tmp_path / "compiled"):
+        train(config, tmp_path / "one")
+        for mesh, first, last in (("data=4", 0, 3), ("data=2,model=2", 2, None)):
+            watch = Watch(last)
+            with contextlib.suppress(KeyboardInterrupt):
+                train(config, tmp_path / "many", watch, make_place(mesh))
+            assert watch.first == first
+    rows = [read_metrics(tmp_path / name) for name in ("one", "many")]
+    for name in ("loss", "gradient_norm", "tune_loss", "test_loss"):
+        close(*([row[name] for row in r if name in row] for r in rows), rtol=1e-5)
+    close(*(r[-1]["noise"]["noise_scale"] for r in rows), rtol=1e-3)
+
+
+def test_lab_shares_parameters():
+    place = make_place("data=2,model=2")
+    config = Train("micro_adam", model=Model(layers=2, width=16, heads=2, context=8, scanned=True))
+    problem, tx = make_problem(config), optimizers.make(config)
+    placed = place.spread((problem.params, tx.init(problem.params)))
+    flat = jax.tree_util.tree_leaves_with_path(placed)
+    specs = {jax.tree_util.keystr(path): x.sharding.spec for path, x in flat if x.ndim > 1}
+    for layer, spec in {
+        "qkv": P(None, None, "model"),
+        "down": P(None, "model", None),
+        "embed": P(None, "model"),
+    }.items():
+        own = [s for path, s in specs.items() if f"'{layer}'" in path]
+        assert len(own) == 3 and set(own) == {spec}  # the parameter, and two moments of it
+    with refused(LabError, "7 examples", "2 devices", "--batch-size"):
+        place.check(7)
+
+
 # What is refused.
 
 
@@ -457,6 +524,59 @@ def test_collectives_of_tensor_parallel_parameters(stats):
     expected = [n for n in plain["all-reduce"] if n > 16] + (len(stats) - 1) * [n // 2 for n in SIZES]
     assert sorted(n for n in own.pop("all-reduce") if n > 16) == sorted(expected)
     assert not any(own.values()), own
+
+
+def test_optimizers_and_diagnostics_gather_nothing():
+    """They take statistics as they lie: numbers are added up, and no array leaves its device."""
+    mesh = mesh_of(data=4, model=2)
+    optimizers = [
+        pg.optim.clipped(pg.optim.micro_adam(0.1, weight_decay=0.1), 1.0),
+        pg.optim.micro_adam_var(0.1, max_update=1.0),
+        pg.optim.micro_adam_msq(0.1, floor=1.0),
+        pg.optim.preconditioned_adam(0.1, mean_square=0.5, variance=0.5),
+        pg.optim.ada_momentum(0.1),
+        pg.optim.micro_sign_sgd(0.1),
+        pg.optim.sign_ema(0.1),
+    ]
+    monitors = [pg.noise.Monitor(signs=True), pg.noise.Monitor(across_steps=True)]
+    p = laid_out(mesh, "both")
+    needed = {name: s for part in [*optimizers, *monitors] for name, s in part.stats.items()}
+    like_param = {n: p for n in needed if n not in ("count", "norm")}
+    norms = {name: spread(mesh, jnp.ones(SIZE)) for name in p}
+    stats = like_param | {"count": jnp.float64(SIZE), "norm": norms}
+
+    @jax.jit
+    def step(p, stats):
+        updates = [tx.update(stats["mean"], tx.init(p), p, stats=stats)[0] for tx in optimizers]
+        states = [monitor.update(stats, monitor.init(p)) for monitor in monitors]
+        return updates, states, pg.noise.snr(stats)
+
+    with set_mesh(mesh), optimized():
+        program = step.lower(p, stats).compile()
+    found = collectives(program)
+    assert max(found.pop("all-reduce")) == 1
+    assert max(found.pop("all-gather"), default=0) <= SIZE  # norms, for their median
+    assert not any(found.values()), found
+    updates, _, snr = program.output_shardings
+    for shardings in (*updates, snr):
+        for name, sharding in shardings.items():
+            assert sharding.is_equivalent_to(p[name].sharding, p[name].ndim), name
+
+
+def test_combining_in_a_shard_map_reduces_once():
+    """One array for each statistic and parameter, and a variance's mean is that of `Mean`."""
+    stats = {"mean": pg.Mean(), "variance": pg.Variance(), "count": pg.Count()}
+
+    def on_each(p, b):
+        return pg.all_combine(stats, pg.grad_stats(large_loss, stats)(p, b), "data")
+
+    mesh = mesh_of(EXPLICIT, data=8)
+    with set_mesh(mesh), optimized():
+        mapped = jax.shard_map(on_each, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+        program = jax.jit(mapped).lower(large_params(), spread(mesh, large_batch())).compile()
+    found = collectives(program)
+    assert sorted(n for n in found.pop("all-reduce") if n > 1) == sorted(SIZES * 2)
+    assert not any(found.values()), found
 
 
 # XLA counts what is in a loop once, so these have none: one sum over all examples, all gradients formed.

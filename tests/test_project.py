@@ -95,6 +95,7 @@ ORDER = [
     "pergrad.lab.data",
     "pergrad.lab.model",
     "pergrad.lab.optimizers",
+    "pergrad.lab.devices",
     "pergrad.lab.runs",
     "pergrad.lab.train",
     "pergrad.lab.events",
