@@ -34,7 +34,7 @@ def start(folder, process, *args):
     with (folder / f"{process}.log").open("w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *args],
-            env=os.environ | {"XLA_FLAGS": flags},
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
