@@ -12,7 +12,7 @@ from typing import Any
 
 from jax._src import source_info_util
 from jax._src.ad_checkpoint import name_p, remat_p
-from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p
+from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p, split_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -34,6 +34,7 @@ __all__ = [
     "ragged_dot_general_p",
     "remat_barriers",
     "remat_p",
+    "split_p",
     "user_line",
 ]
 

@@ -85,12 +85,13 @@ def _choose_microbatch_size(
     """The microbatch size m, a divisor of the batch size B, with the least to pay for its size.
 
     With a bytes of activations for an example, temporary memory of m a bytes has to be had from the
-    operating system and paged in; and B / m times the parameters and the states of all statistics, p
-    bytes together, are read, for the forward and for the backward pass, or read and written:
-    m a / fresh rate + (B / m) (2 p / memory rate + loop step). States of tails in loops, q bytes, are
-    copied into the loop and out of it: (B / m) 2 q / fresh rate more. Norms that a clipped mean needs
-    cost nothing with m = 1, where the gradient that is clipped is there to be looked at. On the CPU XLA
-    runs convolutions in loops several times slower than outside, so they are not put into one.
+    operating system and paged in, unless it is little; and B / m times the parameters and the states of
+    all statistics, p bytes together, come from memory, and each of n equations is started:
+    m a / fresh rate + (B / m) (p / memory rate + n equations + loop step). States of tails in loops, q
+    bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. Norms that a clipped
+    mean needs cost nothing with m = 1, where the gradient that is clipped is there to be looked at. On
+    the CPU XLA runs convolutions in loops several times slower than outside, so they are not put into
+    one.
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
@@ -102,9 +103,12 @@ def _choose_microbatch_size(
     clips = any(isinstance(s, ClippedMean) for own in wanted for s in own)
     norms = sum(_seconds_of_norm(t, wanted, batch_size, device) for t in cut.all_tails()) if clips else 0
 
+    step = p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
+    step += _equations(cut) * device.equation
+
     def seconds(m: int) -> float:
-        step = 2 * p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
-        return m * a / device.fresh_rate + batch_size / m * step + (norms if m > 1 else 0)
+        paging = m * a / device.fresh_rate if m * a > device.kept_size else 0
+        return paging + batch_size / m * step + (norms if m > 1 else 0)
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     fitting = [m for m in divisors if m * a <= device.working_set] or [1]
@@ -122,6 +126,12 @@ def _seconds_of_norm(
         for choice in choices
         if norm in choice.statistics
     )
+
+
+def _equations(part: Part) -> float:
+    """How many equations of the backbone run, those of loops as often as they do."""
+    steps = (loop.loop.length * _equations(loop.step) for loop in part.loops.values())
+    return len(part.backbone) + sum(steps)
 
 
 def _backbone_bytes(cut: Cut, size: int) -> float:

@@ -38,8 +38,10 @@ from pergrad.terms import Lookup
 class Backend:
     """What the plan knows about a kind of device. Rates are per second, sizes in bytes.
 
-    `fresh_rate` is that of memory that the operating system has to provide first. `stream_size` is how
-    much the gradients of one batched product may take; 0 where products should not be batched.
+    `fresh_rate` is that of memory that the operating system has to provide first, which it has for
+    programs that take more than `kept_size`. `equation` is what one more equation takes, however small.
+    `stream_size` is how much the gradients of one batched product may take; 0 where products should not
+    be batched.
     """
 
     name: str
@@ -49,14 +51,16 @@ class Backend:
     cache_rate: float
     cache_size: float
     fresh_rate: float
+    kept_size: float
     loop_step: float
+    equation: float
     stream_size: float
     working_set: float
 
 
 BACKENDS = {
-    # Measured on two cores. A batched product is slow there, and large temporary memory is paged in
-    # again for every run of a program.
+    # Measured on two cores. A batched product is slow there, and temporary memory that is larger than
+    # what malloc keeps is paged in again for every run of a program.
     "cpu": Backend(
         name="cpu",
         product_rate=2e11,
@@ -65,7 +69,9 @@ BACKENDS = {
         cache_rate=6e10,
         cache_size=6.4e7,
         fresh_rate=4e9,
+        kept_size=2**25,
         loop_step=1e-5,
+        equation=1e-6,
         stream_size=0,
         working_set=1e10,
     ),
@@ -78,7 +84,9 @@ BACKENDS = {
         cache_rate=1e12,
         cache_size=4e7,
         fresh_rate=math.inf,
+        kept_size=math.inf,
         loop_step=2e-5,
+        equation=5e-6,
         stream_size=2.56e8,
         working_set=1e10,
     ),

@@ -13,8 +13,10 @@ would never meet our `vmap`, and a user's own outer `vmap` would then reduce it 
 For clipped means tails are called once more, with other weights, when all norms have been read. What
 needs the gradients of all examples side by side comes last, from their factors, which are kept for it.
 
-Microbatches are a `lax.scan` around all that, which hands the states on. If several devices share the
-batch, each does all of that with its own examples, and has then a part of the states of all.
+Microbatches are a `lax.scan` around all that, which hands the states on. A batch or microbatch of one
+example runs without `vmap`: an axis of length 1 in front would only be in XLA's way (see `_squeeze`). If
+several devices share the batch, each does all of that with its own examples, and has then a part of the
+states of all.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from pergrad.strategies import Examples, Job
 Jobs = list[tuple[int, LeafStatistic]]
 Results = list[list[Any]]  # for each tail, one for each of its jobs
 Numbered = dict[int, list[Any]]  # the same, by the number of the tail
+Reducer = Callable[[Tail, Sequence[Choice], Jobs, float | None], Callable[..., list[Any]]]
 Reducers = dict[int, tuple[int, Callable[..., list[Any]]]]  # by identity of the tail: number, reducer
 
 
@@ -164,8 +167,10 @@ def _run_at_once(
 ) -> Outcome:
     program = cut.program
     shared = None if isinstance(w, jax.Array) else w
+    size = examples[0].shape[0]
+    reducer = _reducer_of_one if size == 1 else _reducer
     reducers: Reducers = {
-        id(t.tail): (n, _reducer(t.tail, t.of(Phase.FIRST), t.jobs(Phase.FIRST), shared))
+        id(t.tail): (n, reducer(t.tail, t.of(Phase.FIRST), t.jobs(Phase.FIRST), shared))
         for n, t in enumerate(plan.tails)
     }
 
@@ -174,7 +179,7 @@ def _run_at_once(
         first = {n: own[: len(plan.tails[n].jobs(Phase.FIRST))] for n, own in enumerate(given)}
         by_number = _run_part(cut, env, reducers, w, first)
         results = [by_number[n] for n in range(len(given))]
-        clipped = _run_clipped(plan, env, w, results, given)
+        clipped = _run_clipped(plan, env, w, results, given, reducer)
         results = [a + b for a, b in zip(results, clipped, strict=True)]
         factors = {
             n: [env[v] for v in t.tail.factors] for n, t in enumerate(plan.tails) if t.keeps_factors
@@ -183,8 +188,13 @@ def _run_at_once(
         readings = _only(plan, Reading, results)
         return (read(env, program.value), aux, readings, factors), _only(plan, Accumulator, results)
 
-    w = w if isinstance(w, jax.Array) else jnp.full(examples[0].shape[0], w)
-    (losses, aux, readings, factors), states = jax.vmap(one, out_axes=(0, None))(examples, w)
+    w = w if isinstance(w, jax.Array) else jnp.full(size, w)
+    if size == 1:
+        own, states = one([x[0] for x in examples], w[0])
+        per_example = jax.tree.map(lambda x: jnp.expand_dims(x, 0), own)
+    else:
+        per_example, states = jax.vmap(one, out_axes=(0, None))(examples, w)
+    losses, aux, readings, factors = per_example
     return Outcome(losses, aux, _either(states, readings), factors)
 
 
@@ -228,7 +238,9 @@ def _run_loop(
     return results
 
 
-def _run_clipped(plan: Plan, env: Env, w: jax.Array, results: Results, given: Results) -> Results:
+def _run_clipped(
+    plan: Plan, env: Env, w: jax.Array, results: Results, given: Results, reducer: Reducer
+) -> Results:
     """For each tail its clipped means; `results` has the norms."""
     squares = {
         t.tail.params[k]: result
@@ -248,7 +260,7 @@ def _run_clipped(plan: Plan, env: Env, w: jax.Array, results: Results, given: Re
                 norms = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
                 own = statistic.weight(added_up([squares[param] for param in norms]))
                 jobs: Jobs = [(k, statistic) for k in together]
-                reduce = _reducer(t.tail, [choice], jobs, None)
+                reduce = reducer(t.tail, [choice], jobs, None)
                 w_clipped = jnp.where(w != 0, w * own.astype(w.dtype), 0)
                 ends = reduce(w_clipped, *_inputs(t.tail, env), [starts[job] for job in jobs])
                 made |= dict(zip(jobs, ends, strict=True))
@@ -294,6 +306,23 @@ def _reducer(
             for (_, statistic), result in zip(jobs, results, strict=True)
         ]
         return results, has_axis
+
+    return reduce
+
+
+def _reducer_of_one(
+    tail: Tail, choices: Sequence[Choice], jobs: Jobs, shared: float | None
+) -> Callable[..., list[Any]]:
+    """A tail as a call that reduces a batch of one, given without an example axis."""
+
+    def reduce(w: Any, factors: list[Any], constants: list[Any], given: list[Any]) -> list[Any]:
+        in_front = [jnp.expand_dims(x, 0) for x in factors]
+        examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
+        results = _reduce(tail, choices, jobs, given, examples)
+        return [
+            x[0] if isinstance(statistic, Reading) else x
+            for (_, statistic), x in zip(jobs, results, strict=True)
+        ]
 
     return reduce
 

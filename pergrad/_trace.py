@@ -2,7 +2,8 @@
 
 The program is flat: calls are inlined by tracing them again (equal sub-programs share variables, so
 pasting their equations would not do), and equations that no output needs are gone. What is left is
-a list of equations that the next step can walk through.
+a list of equations that the next step can walk through. On the way axes of length 1 are dropped, of
+which a batch of one has many (`_squeeze`).
 
 `remat` must keep its recomputation. Its lowering is a barrier on the arguments and then the body,
 and that is how it is inlined here: the body follows an `optimization_barrier` on the arguments, which
@@ -29,6 +30,7 @@ from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._eval import Env, given, read
 from pergrad._loop import Loop
+from pergrad._squeeze import as_known, evaluate_squeezed
 from pergrad.terms.ragged import with_batching
 
 Inline = Callable[[JaxprEqn, Sequence[Any], "InlineTable"], list[Any]]
@@ -114,13 +116,24 @@ def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
 
 
 def _inline(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """The results of a program, all of whose calls are inlined."""
+    outs = _inline_squeezed(program, args, table)
+    return [as_known(x, v) for x, v in zip(outs, program.jaxpr.outvars, strict=True)]
+
+
+def _inline_squeezed(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """As `_inline`, where arguments and results may lack axes of length 1."""
     env = given(program, args)
     for eqn in program.jaxpr.eqns:
         inline = table.get(eqn.primitive)
         ins = [read(env, v) for v in eqn.invars]
-        outs = inline(eqn, ins, table) if inline else _compat.bind(eqn, ins)
+        outs = inline(eqn, ins, table) if inline else evaluate_squeezed(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(env, v) for v in program.jaxpr.outvars]
+
+
+def _as_known(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    return [as_known(x, v) for x, v in zip(args, eqn.invars, strict=True)]
 
 
 def _inline_call(body: str) -> Inline:
@@ -128,7 +141,7 @@ def _inline_call(body: str) -> Inline:
 
     def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
         called = eqn.params[body]
-        return _inline(
+        return _inline_squeezed(
             called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ()), args, table
         )
 
@@ -139,13 +152,13 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
     guarded = _compat.remat_barriers(eqn)
     behind = iter(lax.optimization_barrier([a for a, g in zip(args, guarded, strict=True) if g]))
     args = [next(behind) if g else a for a, g in zip(args, guarded, strict=True)]
-    return _inline(ClosedJaxpr(eqn.params["jaxpr"], ()), args, table)
+    return _inline_squeezed(ClosedJaxpr(eqn.params["jaxpr"], ()), args, table)
 
 
 def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
     """A loop stays one, with the calls in its step inlined."""
     loop = Loop(eqn, eqn.params["jaxpr"])
-    consts, init, xs = loop.operands(args)
+    consts, init, xs = loop.operands(_as_known(eqn, args))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = _inline(loop.step, [*consts, *carry, *x], table)
@@ -158,11 +171,13 @@ def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> l
 def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
     branches = [lambda *args, b=b: _inline(b, args, table) for b in eqn.params["branches"]]
     with _compat.at_line_of(eqn):
-        return lax.switch(args[0], branches, *args[1:])
+        index, *operands = _as_known(eqn, args)
+        return lax.switch(index, branches, *operands)
 
 
 def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
     """A ragged product that JAX cannot map over examples becomes one that can be."""
+    args = _as_known(eqn, args)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     _, (x_batch, _) = numbers.dot_dimension_numbers
     shares_weights = not x_batch and len(numbers.rhs_group_dimensions) == 1 and len(args) == 3

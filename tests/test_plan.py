@@ -133,7 +133,8 @@ def test_mlp():
             assert "an outer product for each" in row.reason
             assert row.operations == 2 * row.plain_operations
         else:
-            assert (row.kind, row.strategy, row.reason) == ("sum", "materialise", "small")
+            assert (row.kind, row.strategy) == ("value", "materialise")
+            assert row.reason.startswith("made by ")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -152,7 +153,9 @@ def test_transformer(tied):
             assert (row.kind, row.strategy) == ("product", "streamed")
             assert row.reason == "sums over 128 positions"
         else:
-            assert (row.kind, row.strategy) == ("sum", "materialise")
+            # Positions are added to one example's tokens, which leaves no sum over anything.
+            kind = "value" if row.path == "['position']" else "sum"
+            assert (row.kind, row.strategy) == (kind, "materialise")
 
 
 @pytest.mark.parametrize("model", [MLP(128, 1024, 2), Transformer(16, 128, 256, 1, 8192)], ids=type)

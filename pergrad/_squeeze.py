@@ -1,0 +1,159 @@
+"""Between tracing and inlining: axes of length 1 leave the program.
+
+A loss of a batch is traced with a batch of one, so that nearly every array has an axis of length 1, next
+to which `vmap` puts the axis of the examples. XLA does not see that this is the program of `jax.grad`:
+on the CPU it copies operands of products to transpose them, and fuses less. Without the axes of length 1
+the two are alike, and have fewer equations.
+
+Here are the primitives that can do without. A rule is given its operands with these axes or without, and
+returns its result without. Any other equation gets its operands as it knows them (`as_known`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as p
+
+from pergrad import _compat
+from pergrad._compat import Atom, JaxprEqn, Primitive, aval
+
+Rule = Callable[[JaxprEqn, Sequence[Any]], Any]
+
+
+def as_known(x: Any, v: Atom) -> Any:
+    """The value of `v` with the shape that the program gives it."""
+    shape = aval(v).shape
+    return x if jnp.shape(x) == shape else lax.reshape(x, shape)
+
+
+def squeezed(x: Any) -> Any:
+    """The same numbers without axes of length 1."""
+    shape = jnp.shape(x)
+    return lax.squeeze(x, [i for i, n in enumerate(shape) if n == 1]) if 1 in shape else x
+
+
+def evaluate_squeezed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
+    """The results of an equation, without axes of length 1 where its primitive can do without."""
+    rule = RULES.get(eqn.primitive)
+    has_unit_axes = any(1 in aval(v).shape for v in (*eqn.invars, *eqn.outvars))
+    is_sharded = any(value is not None for name, value in eqn.params.items() if "sharding" in name)
+    if rule is not None and has_unit_axes and not is_sharded:
+        with _compat.at_line_of(eqn):
+            out = rule(eqn, [squeezed(x) for x in ins])
+        if out is not None:
+            return out if isinstance(out, list) else [out]
+    return _compat.bind(eqn, [as_known(x, v) for x, v in zip(ins, eqn.invars, strict=True)])
+
+
+def _kept(shape: Sequence[int]) -> dict[int, int]:
+    """The axes that are not of length 1, and their places among these."""
+    return {axis: k for k, axis in enumerate(axis for axis, n in enumerate(shape) if n != 1)}
+
+
+def _of(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """What is left of these axes of an array, by their new places."""
+    kept = _kept(shape)
+    return tuple(kept[axis] for axis in axes if axis in kept)
+
+
+def _shape(v: Atom) -> tuple[int, ...]:
+    return tuple(aval(v).shape)
+
+
+def _bind(eqn: JaxprEqn, ins: Sequence[Any], **params: Any) -> Any:
+    out = eqn.primitive.bind(*ins, **(eqn.params | params))
+    return list(out) if eqn.primitive.multiple_results else out
+
+
+def _elementwise(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    if any(_shape(v) not in ((), _shape(eqn.outvars[0])) for v in eqn.invars):
+        return None
+    return _bind(eqn, ins)
+
+
+def _reduction(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    axes = _of(_shape(eqn.invars[0]), eqn.params["axes"])
+    return _bind(eqn, ins, axes=axes) if axes else ins[0]
+
+
+def _product(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    shapes = [_shape(v) for v in eqn.invars]
+    numbers = tuple(tuple(map(_of, shapes, pair)) for pair in eqn.params["dimension_numbers"])
+    return _bind(eqn, ins, dimension_numbers=numbers)
+
+
+def _broadcast(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    kept = _kept(shape)
+    longer = tuple(shape[axis] for axis in kept)
+    if len(ins) > 1 or jnp.shape(ins[0]) == longer:
+        return ins[0] if len(ins) == 1 else None
+    own = [axis for axis, n in zip(axes, _shape(eqn.invars[0]), strict=True) if n != 1]
+    return _bind(eqn, ins, shape=longer, broadcast_dimensions=tuple(kept[axis] for axis in own))
+
+
+def _reshape(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    if eqn.params.get("dimensions") is not None or len(ins) > 1:
+        return None
+    shape = tuple(n for n in _shape(eqn.outvars[0]) if n != 1)
+    return ins[0] if jnp.shape(ins[0]) == shape else lax.reshape(ins[0], shape)
+
+
+def _transpose(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    axes = _of(_shape(eqn.invars[0]), eqn.params["permutation"])
+    return _bind(eqn, ins, permutation=axes) if axes != tuple(range(len(axes))) else ins[0]
+
+
+def _along(eqn: JaxprEqn, ins: Sequence[Any], name: str) -> Any:
+    """For parts of an array along one axis, if none of them has length 1."""
+    axis, arrays = eqn.params[name], [_shape(v) for v in (*eqn.invars, *eqn.outvars)]
+    if any(shape[axis] == 1 for shape in arrays):
+        return None
+    return _bind(eqn, ins, **{name: _kept(arrays[0])[axis]})
+
+
+def _slice(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if any((n == 1) != (m == 1) for n, m in zip(before, after, strict=True)):
+        return None
+    parts = {name: eqn.params[name] for name in ("start_indices", "limit_indices", "strides")}
+    kept = _kept(before)
+    params = {name: all_ and tuple(all_[axis] for axis in kept) for name, all_ in parts.items()}
+    return _bind(eqn, ins, **params)
+
+
+def _pad(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if any((n == 1) != (m == 1) for n, m in zip(before, after, strict=True)):
+        return None
+    config = eqn.params["padding_config"]
+    return _bind(eqn, ins, padding_config=tuple(config[axis] for axis in _kept(before)))
+
+
+RULES: dict[Primitive, Rule] = {
+    p.dot_general_p: _product,
+    p.broadcast_in_dim_p: _broadcast,
+    p.reshape_p: _reshape,
+    p.squeeze_p: lambda eqn, ins: ins[0],
+    p.transpose_p: _transpose,
+    p.slice_p: _slice,
+    p.pad_p: _pad,
+    p.concatenate_p: lambda eqn, ins: _along(eqn, ins, "dimension"),
+    _compat.split_p: lambda eqn, ins: _along(eqn, ins, "axis"),
+    **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.reduce_and_p], _reduction),
+    **dict.fromkeys(
+        [
+            *(p.add_p, p.sub_p, p.mul_p, p.div_p, p.neg_p, p.max_p, p.min_p, p.abs_p, p.sign_p),
+            *(p.pow_p, p.integer_pow_p, p.sqrt_p, p.rsqrt_p, p.square_p, p.add_jaxvals_p),
+            *(p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.tanh_p, p.logistic_p, p.erf_p),
+            *(p.sin_p, p.cos_p, p.select_n_p, p.convert_element_type_p, p.stop_gradient_p),
+            *(p.eq_p, p.ne_p, p.lt_p, p.le_p, p.gt_p, p.ge_p, p.and_p, p.or_p, p.not_p),
+            *(p.copy_p, _compat.name_p),
+        ],
+        _elementwise,
+    ),
+}
