@@ -1,6 +1,5 @@
 """Several processes: the statistics and the curves of one, and a clear end if one of them dies."""
 
-import dataclasses
 import json
 import os
 import re
@@ -83,23 +82,21 @@ class Interrupt:
 
 
 def test_lab_goes_on_in_two_processes(tmp_path, compiled_once):
-    text = labs.write_text(tmp_path / "text")
-    model = Model(layers=1, width=16, heads=2, context=16)
-    config = Train(
-        "micro_adam", 1e-2, 4, 5, data=str(text), model=model, checkpoint_every=2, validate_every=5
-    )
+    shape = {"layers": 1, "width": 16, "heads": 2, "context": 16}
+    asked = {"optimizer": "micro_adam", "batch_size": 4, "steps": 5, "checkpoint_every": 2}
+    asked["data"] = str(labs.write_text(tmp_path / "text"))
+    config = Train(**asked, model=Model(**shape))
     train(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(dataclasses.replace(config), tmp_path / "run", Interrupt())
+        train(config, tmp_path / "run", Interrupt())
 
-    options = ["--optimizer", "micro_adam", "--learning-rate", "1e-2", "--batch-size", "4"]
-    options += ["--steps", "5", "--checkpoint-every", "2", "--validate-every", "5", "--data", str(text)]
-    options += ["--model.layers", "1", "--model.width", "16", "--model.heads", "2"]
-    options += ["--model.context", "16", "--run-dir", str(tmp_path / "run"), "--mesh", "data=4"]
-    options += ["--coordinator-address", free_address(), "--num-processes", "2", "--process-id"]
+    asked |= {f"model.{name}": size for name, size in shape.items()}
+    asked |= {"run_dir": tmp_path / "run", "mesh": "data=4"}
+    asked |= {"coordinator_address": free_address(), "num_processes": 2}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
     codes, outputs = ends(
         tmp_path,
-        [start(tmp_path, i, "pergrad.lab", "train", *options, str(i)) for i in range(2)],
+        [start(tmp_path, i, "pergrad.lab", "train", *options, f"--process-id={i}") for i in range(2)],
     )
     assert codes == [0, 0], outputs
     assert "going on after step 2" in outputs[0] and "validation data" in outputs[0]
