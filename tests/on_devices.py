@@ -200,8 +200,7 @@ def enlarged(case, size):
     ("name", "size", "more"),
     [
         ("mlp", 8, {}),  # one example a device: none has a variance of its own
-        ("transformer_tied", 24, {"microbatch_size": 2}),
-        ("scan_over_layers", 16, {}),
+        ("scan_over_layers", 24, {"microbatch_size": 2}),
         ("with_aux", 16, {"microbatch_size": "auto"}),
         ("two_argnums", 8, {}),
         ("two_batch_arguments", 8, {}),

@@ -101,6 +101,10 @@ class Run:
     def _open(self, opened: contextlib.ExitStack, about: Any) -> None:
         if devices.is_first():
             self._open_files(opened, about)
+        # What several devices have is written by one of them. To share that takes longer for states of
+        # this size, and does not work with JAX before 0.8.
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
         with disk_errors(self.path):
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.config.keep or None, create=True, enable_async_checkpointing=False
