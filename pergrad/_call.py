@@ -203,7 +203,7 @@ class Call:
         wanted = Wanted(tuple(in_parts), split)
         cut = make_cut(hoist(program, wanted), wanted)
         plan = make_plan(
-            cut, self.wanted, self.paths, self.size, request.microbatch_size, request.strategy
+            cut, self.wanted, self.paths, self.size, request.microbatch_size, request.forced
         )
         return cut, dataclasses.replace(plan, devices=self.devices.number)
 

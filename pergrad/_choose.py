@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pergrad._price import Backend, Prices
 from pergrad._statistics import Accumulator, LeafStatistic, per_of
@@ -30,6 +30,13 @@ STRATEGIES: tuple[Strategy, ...] = (
 )
 FORMING = ("streamed", "materialise")
 SHARED = (*FORMING, "sparse")  # one pass feeds all statistics
+
+
+class Forced(NamedTuple):
+    """The strategy that was asked for, or "auto", and how many examples it should take at a time."""
+
+    name: str
+    at_a_time: int | None = None
 
 
 class Phase(enum.Enum):
@@ -87,7 +94,7 @@ class TailPlan:
 
 
 def choose(
-    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: str
+    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: Forced
 ) -> TailPlan:
     """How a tail is reduced over `size` examples, with what is `wanted` of each parameter."""
     statistics = list(dict.fromkeys(s for param in tail.params for s in wanted[param]))
@@ -98,7 +105,7 @@ def choose(
 
 
 def _choices(
-    tail: Tail, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: str
+    tail: Tail, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: Forced
 ) -> Iterator[Choice]:
     """Choices for all statistics of a tail; those of the same phase and units share what they can."""
     together: dict[Any, list[LeafStatistic]] = {}
@@ -108,7 +115,7 @@ def _choices(
         together.setdefault((Phase.of(statistic), per_of(statistic), alone), []).append(statistic)
     norm: Strategy | None = None
     for (_, per, clipped), own in together.items():
-        if clipped and size == 1 and forced == "auto" and norm is not None and norm.name in FORMING:
+        if clipped and size == 1 and forced.name == "auto" and norm is not None and norm.name in FORMING:
             # The same equations again, which XLA runs once.
             yield Choice(norm, (clipped,), "formed for its norm", Units(tail, 1))
             continue
@@ -119,30 +126,30 @@ def _choices(
 
 
 def _choose_for(
-    units: Units, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: str
+    units: Units, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: Forced
 ) -> Iterator[Choice]:
     tail, size = units.tail, max(1, int(units.per_example * size))
     prices = Prices(tail, size, number_of(Accumulator, statistics), device)
     former = min([prices.streamed(), Materialise()], key=prices.seconds)
-    strategies = [prices.fitted(s) for s in STRATEGIES]
+    strategies = [prices.fitted(s, forced.at_a_time) for s in STRATEGIES]
     chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
     for statistic in statistics:
         why_not = {s.name: s.why_not(tail, statistic) for s in strategies}
         able = {s.name: s for s in strategies if why_not[s.name] is None}
-        if forced in able:
-            strategy, reason = able[forced], "as asked"
+        if forced.name in able:
+            strategy, reason = able[forced.name], "as asked"
         else:
             best = [s for s in able.values() if s.name not in FORMING or s == former]
             if isinstance(statistic, Accumulator) and any(s.name not in FORMING for s in best):
                 best = [s for s in best if s.name not in FORMING]
             strategy = min(best or able.values(), key=lambda s: prices.seconds(s, statistic))
             reason = _why(strategy, units, size)
-        if forced not in ("auto", *able):
-            reason = f"not {forced}: {why_not[forced]}"
+        if forced.name not in ("auto", *able):
+            reason = f"not {forced.name}: {why_not[forced.name]}"
         chosen[statistic] = (strategy, reason)
 
     running = [(s, why) for s, why in chosen.values() if s.name in SHARED]
-    if forced == "auto" and running:
+    if forced.name == "auto" and running:
         for statistic, (strategy, _) in chosen.items():
             joined, _ = running[0]
             joins = prices.seconds_of_joining() < prices.seconds(strategy, statistic)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from pergrad import _cost, _price
-from pergrad._choose import Choice, TailPlan, choose, number_of
+from pergrad._choose import Choice, Forced, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
@@ -65,7 +65,7 @@ def make_plan(
     paths: Sequence[str],
     batch_size: int,
     microbatch_size: int | str | None,
-    strategy: str,
+    forced: Forced,
 ) -> Plan:
     """Plans a batch of `batch_size` examples, with what is `wanted` of each parameter."""
     device = _price.backend()
@@ -75,7 +75,7 @@ def make_plan(
     group_size = math.lcm(*(p for own in wanted for s in own if isinstance(p := per_of(s), int)))
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
-    tails = tuple(choose(tail, wanted, at_once, device, strategy) for tail in cut.all_tails())
+    tails = tuple(choose(tail, wanted, at_once, device, forced) for tail in cut.all_tails())
     return _describe(cut, tails, paths, batch_size, at_once, group_size, device)
 
 
@@ -120,7 +120,7 @@ def _seconds_of_norm(
     tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend
 ) -> float:
     norm = SquaredNorm()
-    choices = choose(tail, wanted, size, device, "auto").choices
+    choices = choose(tail, wanted, size, device, Forced("auto")).choices
     return sum(
         _prices_of(choice, size, device).seconds(choice.strategy, norm)
         for choice in choices
@@ -236,7 +236,7 @@ def _rows(
             path=paths[param],
             shape=shapes[param],
             kind=f"{times} x {kind}" if tail.levels else kind,
-            strategy=", ".join(c.strategy.name for c in choices) or "-",
+            strategy=", ".join(map(str, (c.strategy for c in choices))) or "-",
             operations=share * operations * batch_size / at_once,
             plain_operations=share * Prices(tail, batch_size, 1, device).plain_operations,
             bytes=max((own.temporary(c.strategy) for c, own in priced), default=0),

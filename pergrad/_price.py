@@ -94,9 +94,23 @@ BACKENDS = {
 BACKENDS["tpu"] = dataclasses.replace(BACKENDS["gpu"], name="tpu", product_rate=1e14, batched_rate=1e14)
 
 
+# Of an accelerator's memory, what the activations of a microbatch and the gradients of one batched
+# product may take.
+WORKING_SHARE = 0.4
+STREAM_SHARE = 0.01
+
+
 def backend() -> Backend:
-    """The kind of device that programs run on by default."""
-    return BACKENDS.get(jax.default_backend(), BACKENDS["gpu"])
+    """The kind of device that programs run on by default, with its memory if it tells."""
+    kind = BACKENDS.get(jax.default_backend(), BACKENDS["gpu"])
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if not kind.stream_size or not memory:
+        return kind
+    return dataclasses.replace(
+        kind,
+        working_set=WORKING_SHARE * memory,
+        stream_size=min(kind.stream_size, STREAM_SHARE * memory),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,11 +234,12 @@ class Prices:
                 return self.size * lookup.contributions * row * (1 + self.statistics)
         raise AssertionError(strategy.name)
 
-    def fitted(self, strategy: Strategy) -> Strategy:
-        """The strategy as this device likes it."""
+    def fitted(self, strategy: Strategy, at_a_time: int | None = None) -> Strategy:
+        """The strategy as this device likes it; streams with `at_a_time` examples, if given."""
         match strategy:
             case Streamed():
-                return self.streamed()
+                liked = self.streamed()
+                return dataclasses.replace(liked, at_a_time=min(at_a_time or liked.at_a_time, self.size))
             case Gram():
                 products = self.gram_operations
                 looped = products / self.device.product_rate + self.device.loop_step

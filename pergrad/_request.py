@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from pergrad._choose import STRATEGIES
+from pergrad._choose import STRATEGIES, Forced
 from pergrad._errors import ArgumentError
 from pergrad._statistics import LeafStatistic, Statistic
 from pergrad._whole import Dot
+from pergrad.strategies import Streamed
 
 ArgNums = int | Sequence[int]
 
@@ -59,9 +60,12 @@ class Request:
                 )
             if len(set(self.axes)) < len(self.axes):
                 raise ArgumentError(f"spmd_axis_name={self.spmd_axis_name!r} names an axis twice.")
-        names = ["auto", *(s.name for s in STRATEGIES)]
-        if self.strategy not in names:
-            raise ArgumentError(f"strategy must be one of {', '.join(names)}; not {self.strategy!r}.")
+        _as_forced(self.strategy)
+
+    @property
+    def forced(self) -> Forced:
+        """What the strategy's name means."""
+        return _as_forced(self.strategy)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -89,6 +93,19 @@ class Request:
 def takes_direction(stats: Any) -> bool:
     """Whether these statistics need a direction at the call."""
     return any(isinstance(s, Dot) for s in jax.tree.leaves(stats))
+
+
+def _as_forced(strategy: str) -> Forced:
+    names = ["auto", *(s.name for s in STRATEGIES)]
+    name, colon, number = str(strategy).partition(":")
+    if name in names and not colon:
+        return Forced(name)
+    if name == Streamed.name and number.isdecimal() and int(number) >= 1:
+        return Forced(name, int(number))
+    raise ArgumentError(
+        f"strategy must be one of {', '.join(names)}, or 'streamed:4' for four examples at a time; not "
+        f"{strategy!r}."
+    )
 
 
 def _is_int(x: Any) -> bool:

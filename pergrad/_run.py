@@ -21,6 +21,7 @@ states of all.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -248,6 +249,13 @@ def _run_clipped(
         for (k, statistic), result in zip(t.jobs(Phase.FIRST), own, strict=True)
         if isinstance(statistic, SquaredNorm)
     }
+
+    @functools.cache
+    def weight(statistic: ClippedMean, params: tuple[int, ...]) -> jax.Array:
+        """An example's weight among the clipped, from its norm over these parameters."""
+        own = statistic.weight(added_up([squares[param] for param in params]))
+        return jnp.where(w != 0, w * own.astype(w.dtype), 0)
+
     clipped: Results = []
     for t, states in zip(plan.tails, given, strict=True):
         starts = dict(zip(t.running(), states, strict=True))
@@ -257,12 +265,11 @@ def _run_clipped(
             assert isinstance(statistic, ClippedMean)
             places = list(range(len(t.tail.grads)))
             for together in [places] if statistic.by == "all" else [[k] for k in places]:
-                norms = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
-                own = statistic.weight(added_up([squares[param] for param in norms]))
+                params = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
                 jobs: Jobs = [(k, statistic) for k in together]
                 reduce = reducer(t.tail, [choice], jobs, None)
-                w_clipped = jnp.where(w != 0, w * own.astype(w.dtype), 0)
-                ends = reduce(w_clipped, *_inputs(t.tail, env), [starts[job] for job in jobs])
+                own = weight(statistic, tuple(params))
+                ends = reduce(own, *_inputs(t.tail, env), [starts[job] for job in jobs])
                 made |= dict(zip(jobs, ends, strict=True))
         clipped.append([made[job] for job in t.jobs(Phase.CLIPPED)])
     return clipped

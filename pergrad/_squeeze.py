@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Primitive, aval
 
+# None if this equation cannot do without after all.
 Rule = Callable[[JaxprEqn, Sequence[Any]], Any]
 
 
@@ -38,7 +39,7 @@ def squeezed(x: Any) -> Any:
 
 
 def evaluate_squeezed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """The results of an equation, without axes of length 1 where its primitive can do without."""
+    """The results of an equation, without axes of length 1 if its primitive can do without."""
     rule = RULES.get(eqn.primitive)
     has_unit_axes = any(1 in aval(v).shape for v in (*eqn.invars, *eqn.outvars))
     is_sharded = any(_is_explicit(value) for name, value in eqn.params.items() if "sharding" in name)
@@ -93,11 +94,13 @@ def _product(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
 
 
 def _broadcast(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    if len(ins) > 1:
+        return None
     shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     kept = _kept(shape)
     longer = tuple(shape[axis] for axis in kept)
-    if len(ins) > 1 or jnp.shape(ins[0]) == longer:
-        return ins[0] if len(ins) == 1 else None
+    if jnp.shape(ins[0]) == longer:
+        return ins[0]
     own = [axis for axis, n in zip(axes, _shape(eqn.invars[0]), strict=True) if n != 1]
     return _bind(eqn, ins, shape=longer, broadcast_dimensions=tuple(kept[axis] for axis in own))
 
@@ -133,11 +136,11 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
 
 
 def _pad(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
-    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    if any((n == 1) != (m == 1) for n, m in zip(before, after, strict=True)):
+    kept, config = _kept(_shape(eqn.invars[0])), eqn.params["padding_config"]
+    is_padded = any(any(ends) for axis, (*ends, _) in enumerate(config) if axis not in kept)
+    if is_padded or any(_shape(eqn.outvars[0])[axis] == 1 for axis in kept):
         return None
-    config = eqn.params["padding_config"]
-    return _bind(eqn, ins, padding_config=tuple(config[axis] for axis in _kept(before)))
+    return _bind(eqn, ins, padding_config=tuple(config[axis] for axis in kept))
 
 
 RULES: dict[Primitive, Rule] = {

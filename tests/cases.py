@@ -777,11 +777,11 @@ def conv_without_rule(p: Tree, batch: Tree) -> Array:
 # Transformers: embeddings, positions, norms, causal attention with [D, H, K] weights, MLP, head.
 
 
-def transformer_spec(norm: Tree) -> Tree:
+def transformer_spec(norm: Tree, blocks: int = 1) -> Tree:
     block = {"attention_norm": norm, "mlp_norm": norm, "in": layer(6, 7), "out": layer(7, 6)}
     block |= {"q": param(6, 2, 3), "k": param(6, 2, 3), "v": param(6, 2, 3), "o": param(2, 3, 6)}
     embeddings = {"embed": param(11, 6), "positions": param(4, 6)}
-    return embeddings | {"blocks": [block, block], "norm": norm}
+    return embeddings | {"blocks": [block] * blocks, "norm": norm}
 
 
 def attention(p: Tree, x: Array) -> Array:
@@ -805,7 +805,7 @@ def features(p: Tree, tokens: Array, normalise: Callable[[Tree, Array], Array]) 
     return normalise(p["norm"], x)
 
 
-@case(transformer_spec(norm(6)) | {"head": param(6, 11)}, TEXT)
+@case(transformer_spec(norm(6), blocks=2) | {"head": param(6, 11)}, TEXT)
 def transformer(p: Tree, batch: Tree) -> Array:
     # Everything at once.
     return cross_entropy(features(p, batch["x"], layer_norm) @ p["head"], batch["y"])

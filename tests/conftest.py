@@ -26,6 +26,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import pergrad as pg
 from tests import cases_attention, cases_branches, cases_loops, oracle  # noqa: F401 (they add cases)
@@ -45,6 +46,7 @@ Tree = Any
 HALVED = {
     "test_cases.py": {"test_low_precision"},
     "test_cases_whole.py": {"test_whole_gradients_and_units"},
+    "test_lab_bench.py": {"test_every_model_agrees_with_vmap"},
     "test_structures.py": {"test_elementwise_statistics", "test_all_that_can_leaves"},
     "test_precision.py": {
         "test_variance_is_accurate_when_the_mean_is_large",
@@ -67,7 +69,22 @@ HALVED = {
 }
 
 
+# Modules whose tests are runs of a few programs, which one process compiles once.
+ONE_WORKER = {
+    "test_lab_price.py",
+    "test_lab_report_runs.py",
+    "test_lab_studies.py",
+    "test_lab_sweep.py",
+    "test_lab_train.py",
+}
+
+
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    for item in items:
+        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+        group = item.path.stem if item.path.name in ONE_WORKER else getattr(case, "name", None)
+        if group:  # with --dist=loadgroup; a case's truth and trace are made once, too
+            item.add_marker(pytest.mark.xdist_group(group))
     if os.environ.get("PERGRAD_TESTS") == "all":
         return
 
@@ -172,6 +189,10 @@ class Truth:
     grads: Tree
 
 
+# Whoever jits, differentiates or maps it finds what was traced before.
+traced_once = functools.lru_cache(maxsize=None)(jax.jit)
+
+
 @functools.cache
 def truth_of(case: Case, dtype: str) -> Truth:
     """The truth of a case in float64, from arguments that were rounded to `dtype`."""
@@ -180,7 +201,7 @@ def truth_of(case: Case, dtype: str) -> Truth:
         return np.asarray(x).astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     args = jax.tree.map(widen, case.make_args(jnp.dtype(dtype)))
-    return Truth(*oracle.per_example(case.loss, args, **options(case)))
+    return Truth(*oracle.per_example(traced_once(case.loss), args, **options(case)))
 
 
 def options(case: Case) -> dict[str, Any]:

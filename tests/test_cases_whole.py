@@ -47,7 +47,7 @@ def run(
     case: Case, strategy: str, variant: tuple[bool, str, Any], names: Sequence[str] | None = None
 ) -> None:
     """Asks a case for statistics of whole gradients: for these, or for all and other units too."""
-    runner = Runner(case, variant)
+    runner = Runner(case, variant, once=True)
     call = Call(Request(runner.loss, pg.Mean(), **runner.options), runner.args, {})
     questions = Questions(runner.truth, call.paths)
     units = {name: unit.statistic for name, unit in UNITS.items()} if names is None else {}

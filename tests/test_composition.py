@@ -477,11 +477,11 @@ def test_remat_still_recomputes():
         ours = jax.jit(pg.grad_stats(fun, pg.Mean())).lower(p, x)
         plain = jax.jit(jax.grad(fun)).lower(p, x)
         assert ("optimization_barrier" in ours.as_text()) == checkpoint
-        # As lowered: the CPU's compiler merges some of the recomputation of jax.grad away.
         flops[checkpoint] = ours.cost_analysis()["flops"]
         assert flops[checkpoint] == pytest.approx(plain.cost_analysis()["flops"], rel=0.01)
+        # The CPU's compiler merges some of the recomputation away, of ours as of that of jax.grad.
         compiled = ours.compile().cost_analysis()["flops"]
-        assert compiled == pytest.approx(flops[checkpoint], rel=0.01)
+        assert compiled == pytest.approx(plain.compile().cost_analysis()["flops"], rel=0.01)
     assert flops[True] - flops[False] == pytest.approx(forward, rel=0.01)
 
 

@@ -178,9 +178,10 @@ def test_microbatch_size(size):
         call(microbatch_size=size)
 
 
-def test_unknown_strategy():
-    with refused(pg.ArgumentError, "strategy", "auto", "materialise", "streamed", "'fastest'"):
-        call(strategy="fastest")
+@pytest.mark.parametrize("name", ["fastest", "streamed:0", "streamed:", "streamed:many", "summed:2"])
+def test_unknown_strategy(name):
+    with refused(pg.ArgumentError, "strategy", "auto", "materialise", "'streamed:4'", f"{name!r}"):
+        call(strategy=name)
 
 
 @pytest.mark.parametrize("name", [3, (), ("data", 2), True])

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure as Sheet
 from rich.console import Console
 
-from pergrad.lab import cli, figures, price, timing, train
+from pergrad.lab import figures, price, tasks, timing, train
 from pergrad.lab.config import Model, Train
 from pergrad.lab.decide import CONTRADICTED, NOT_SHOWN, SUPPORTED
 from pergrad.lab.errors import LabError
@@ -53,14 +53,16 @@ def test_programs_take_turns():
     assert rounds == ["abc", "abc", "acb", "cab", "cba"]  # the first to warm up
 
 
-def test_a_budget_that_is_spent():
-    (result,) = timing.time_all({"a": a_program()}, rounds=5, budget=-1.0, say=timing.silent)
-    assert len(result.seconds) == 1
+@pytest.mark.parametrize(("budget", "runs"), [(0.5, 1), (1.5, 3), (4.5, 4), (10.0, 5)])
+def test_a_budget_that_is_spent(budget, runs, monkeypatch):
+    monkeypatch.setattr(timing, "_seconds", lambda *args: 1.0)
+    (result,) = timing.time_all({"a": a_program()}, rounds=5, budget=budget, say=timing.silent)
+    assert len(result.seconds) == runs
 
 
 def test_who_is_told(capsys):
     said = []
-    programs = timing.compile_all({"sine": jnp.sin}, jnp.ones(3), say=said.append)
+    programs = {"sine": timing.compile_afresh("sine", jnp.sin, jnp.ones(3), say=said.append)}
     timing.time_all(programs, jnp.ones(3), rounds=2, say=said.append)
     assert "compiled sine" in said[0] and "".join(said).count(".") >= 2
     assert capsys.readouterr().err == ""
@@ -85,92 +87,65 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
+def example() -> Any:
+    """What `pergrad bench MODULE:FUNCTION` asks for."""
+    return loss, *ARGS
+
+
 ARGS = np.full((3, 2), 0.3, np.float32), np.arange(12, dtype=np.float32).reshape(4, 3) / 12
+MOMENTS = tasks.TASKS["moments"]
+ALONE = {"names": (tasks.FLOOR, tasks.VMAP, tasks.PERGRAD), "rounds": 1, "say": timing.silent}
 
 
-@pytest.mark.parametrize("name", price.TASKS)
-def test_candidates_agree(name):
-    found = price.candidates(loss, price.TASKS[name], (1, 4))
-    results = price.measure(found, *ARGS, rounds=1, say=timing.silent)
-    sizes = [f"{price.MICRO_GRAD}, microbatch {size}" for size in (1, 4)]
-    auto = f"{price.PERGRAD}, microbatch auto"
-    assert [r.name for r in results] == [price.FLOOR, price.VMAP, *sizes, price.PERGRAD, auto]
+def test_the_fastest_size():
+    """The first is slow, the second fast, the third slow again: a fourth is not tried."""
+    tried = []
+
+    def sized(size: int) -> Any:
+        def run(x: jax.Array) -> jax.Array:
+            tried.append(size)
+            steps = {1: 300_000, 2: 1, 3: 300_000}[size]
+            return jax.lax.fori_loop(0, steps, lambda _, y: jnp.sin(y), x)
+
+        return run
+
+    said = []
+    name, program = timing.fastest(
+        ((f"size {n}", sized(n)) for n in (1, 2, 3, 4)), jnp.ones(()), say=said.append
+    )
+    assert name == "size 2" and list(program.tried) == ["size 1", "size 2", "size 3"]
+    assert tried == [1, 2, 3] and "size 2 takes" in "".join(said)
+    with pytest.raises(ValueError, match="no candidate"):
+        timing.fastest((), jnp.ones(()))
 
 
-def test_candidates_that_differ_are_not_timed():
-    found = price.candidates(loss, micro_grad_sizes=(2,), pergrad_sizes=())
-    mine = price.micro_grad(lambda w, x: 2 * loss(w, x), lambda g: ({"mean": g}, {}), 2)
-    with pytest.raises(LabError, match=r"mine differs from vmap\(grad\)"):
-        price.measure(found | {"mine": mine}, *ARGS, rounds=1, say=timing.silent)
-    assert len(price.measure(found, *ARGS, rounds=1, say=timing.silent)) == 4
+def test_candidates_that_differ_are_not_timed(monkeypatch):
+    wrong = lambda loss, task, size: tasks._pergrad(lambda *args: 2 * loss(*args), task, size)  # noqa: E731
+    monkeypatch.setitem(tasks._MAKERS, tasks.PERGRAD, wrong)
+    with pytest.raises(LabError, match=r"pergrad differs from vmap\(grad\)"):
+        price.measure(loss, MOMENTS, *ARGS, **ALONE)
 
 
 def test_not_a_number_is_a_difference():
-    found = price.candidates(loss, micro_grad_sizes=(), pergrad_sizes=())
-    with pytest.raises(LabError):
-        price.measure(found, np.full_like(ARGS[0], np.nan), ARGS[1], rounds=1, say=timing.silent)
+    with pytest.raises(LabError, match="by nan"):
+        price.measure(loss, MOMENTS, np.full_like(ARGS[0], np.nan), ARGS[1], **ALONE)
+
+
+def test_who_cannot_is_left_out(monkeypatch):
+    def fails(loss: Any, task: Any, size: str) -> Any:
+        raise NotImplementedError("no such luck\nand more")
+
+    monkeypatch.setitem(tasks._MAKERS, tasks.VMAP, fails)
+    found = price.measure(loss, MOMENTS, *ARGS, **ALONE)
+    assert [r.name for r in found.results] == [tasks.FLOOR, tasks.PERGRAD]
+    assert found.left_out == {tasks.VMAP: "NotImplementedError: no such luck"}
+    monkeypatch.setitem(tasks._MAKERS, tasks.PERGRAD, fails)
+    with pytest.raises(NotImplementedError):  # it is what this is about
+        price.measure(loss, MOMENTS, *ARGS, **ALONE)
 
 
 def made_up(name: str, *seconds: float, temp_bytes: float = 1e6) -> timing.Result:
     return timing.Result(name, a_program(temp_bytes=temp_bytes), seconds)
-
-
-def test_tables():
-    results = [
-        made_up(price.FLOOR, 0.010, 0.011),
-        made_up(f"{price.MICRO_GRAD}, microbatch 1", 0.05),
-        made_up(f"{price.MICRO_GRAD}, microbatch 2", 0.04),
-        made_up(price.PERGRAD, 0.013, 0.012, temp_bytes=3e6),
-        made_up(f"{price.PERGRAD}, microbatch auto", 0.02),
-    ]
-    best = price.best_of_each(results)
-    assert [r.name for r in best] == [results[i].name for i in (0, 2, 3, 4)]
-    table = price.report_table("title", best)
-    assert list(table.rows[2]) == [price.PERGRAD, "12.0", "1.20", "3.0", "3.00", "1.00"]
-    console = Console(file=io.StringIO(), width=120)
-    console.print(price.rich_table("title", best))
-    assert all(cell in console.file.getvalue() for row in table.rows for cell in row)  # type: ignore
-
-
-# The command.
-
-TINY = ["--model.layers=1", "--model.width=16", "--model.heads=2", "--model.context=8"]
-
-
-def test_bench(text, tmp_path, capsys):
-    out = tmp_path / "new" / "bench.json"
-    options = [f"--data={text}", f"--out={out}", "--statistics=norms", "--rounds=2"]
-    assert cli.main(["bench", *TINY, *options, "--batch-size=3"]) == 0
-    printed = capsys.readouterr().out
-    assert price.PERGRAD in printed and price.VMAP in printed and "time x" in printed
-    found = json.loads(out.read_text())
-    assert found["config"]["statistics"] == "norms" and found["config"]["model"]["width"] == 16
-    assert {"python", "pergrad", "jax"} <= found["versions"].keys()
-    assert found["machine"].keys() == {"platform", "cores", "devices"}
-    names = [result["candidate"] for result in found["results"]]
-    # Of 3 examples no microbatches of 2, 4 or 8.
-    sizes = [f"{price.MICRO_GRAD}, microbatch 1", price.PERGRAD, f"{price.PERGRAD}, microbatch auto"]
-    assert names == [price.FLOOR, price.VMAP, *sizes]
-    for result in found["results"]:
-        assert len(result["seconds"]) == 2 and result["minimum"] == min(result["seconds"])
-        assert result["temp_bytes"] > 0 and result["ratios"].keys() == {"time", "memory", "compile"}
-
-
-def test_mistakes(text, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for wrong in (
-        ["--rounds=0"],
-        ["--batch-size=0"],
-        ["--model.heads=3"],
-        [f"--data={tmp_path / 'nothing'}"],
-        [f"--data={text}", f"--out={tmp_path / 'file' / 'bench.json'}"],
-    ):
-        assert cli.main(["bench", *TINY, *wrong]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["bench", "--statistics=median"])
-    assert exit.value.code == 2
 
 
 # The progress bar.
@@ -222,7 +197,7 @@ def test_overhead(text, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     every = [(8, 4), (16, 2)]
     assert [(row["length"], row["batch_size"], row["candidate"]) for row in rows] == [
-        (*size, name) for size in every for name in (price.FLOOR, price.VMAP, price.PERGRAD)
+        (*size, name) for size in every for name in (tasks.FLOOR, tasks.VMAP, tasks.PERGRAD)
     ]
     assert all(len(row["seconds"]) == len(row["quartiles"]) == 3 for row in rows)
     assert all(row["temp_bytes"] > 0 and row["ratios"]["memory"] > 0 for row in rows)
@@ -235,9 +210,9 @@ def test_overhead(text, tmp_path):
 def a_point(length: int, ratio: float, temp_bytes: float = 1.1e6) -> overhead.Point:
     """pergrad takes `ratio` times `jax.grad`, give or take a percent; there are 8 rounds and then 2."""
     disturbed = [1, 2, 1, 1, 5, 1, 1, 3, 1, 1]  # which meets both
-    floor = made_up(price.FLOOR, *disturbed)
+    floor = made_up(tasks.FLOOR, *disturbed)
     ours = [ratio * s * (1 + 0.01 * (-1) ** i) for i, s in enumerate(disturbed[:8])]
-    results = {price.FLOOR: floor, price.PERGRAD: made_up(price.PERGRAD, *ours, temp_bytes=temp_bytes)}
+    results = {tasks.FLOOR: floor, tasks.PERGRAD: made_up(tasks.PERGRAD, *ours, temp_bytes=temp_bytes)}
     return overhead.Point(32, length, 2, results)
 
 
@@ -252,19 +227,19 @@ def a_point(length: int, ratio: float, temp_bytes: float = 1.1e6) -> overhead.Po
 )
 def test_a_claim_about_times_is_one_about_every_size(ratios, answer):
     points = [a_point(8 * i, ratio) for i, ratio in enumerate(ratios, 1)]
-    verdict = overhead.time_verdict("claim", points, price.PERGRAD, price.FLOOR, 1.2)
+    verdict = overhead.time_verdict("claim", points, tasks.PERGRAD, tasks.FLOOR, 1.2)
     most = max(ratios)
     assert verdict.answer == answer
     assert f"{most:.2f} (97.5%" in verdict.why and f"T {8 * (1 + ratios.index(most))}" in verdict.why
     assert "8 rounds" in verdict.why
-    assert points[0].time(price.PERGRAD).mean == pytest.approx(ratios[0], rel=1e-3)
+    assert points[0].time(tasks.PERGRAD).mean == pytest.approx(ratios[0], rel=1e-3)
 
 
 def test_two_rounds_show_nothing():
     point = a_point(8, 1.0)
     cut = {name: dataclasses.replace(r, seconds=r.seconds[:2]) for name, r in point.results.items()}
     point = dataclasses.replace(point, results=cut)
-    assert overhead.time_verdict("claim", [point], price.PERGRAD, price.FLOOR, 9.0).answer == NOT_SHOWN
+    assert overhead.time_verdict("claim", [point], tasks.PERGRAD, tasks.FLOOR, 9.0).answer == NOT_SHOWN
 
 
 @pytest.mark.parametrize(
@@ -272,7 +247,7 @@ def test_two_rounds_show_nothing():
 )
 def test_claims_about_memory(most, answer):
     points = [a_point(8, 1.0), a_point(16, 1.0, temp_bytes=most)]
-    verdict = overhead.memory_verdict("claim", points, price.PERGRAD, 1.2)
+    verdict = overhead.memory_verdict("claim", points, tasks.PERGRAD, 1.2)
     assert verdict.answer == answer
     assert math.isnan(most) or ("T 16" in verdict.why and f"{most / 1e6:.2f}" in verdict.why)
 

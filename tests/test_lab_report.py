@@ -413,9 +413,9 @@ def test_a_method_keeps_its_colour():
 
 def test_methods_differ_in_more_than_colour():
     names = [f"method {i}" for i in range(20)]
-    looks = [tuple(sorted(figures._look(name, names).items())) for name in names]
+    looks = [tuple(sorted(figures.look_of(name, names).items())) for name in names]
     assert len(set(looks)) == 20
-    first = [figures._look(name, names) for name in names[:7]]
+    first = [figures.look_of(name, names) for name in names[:7]]
     assert len({look["color"] for look in first}) == len({look["marker"] for look in first}) == 7
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from benchmarks.models import MLP, Transformer
+from pergrad.lab.bench.models import MLP, Transformer
 from pergrad.strategies import streamed
 
 STRATEGIES = ["summed", "factored", "sparse", "streamed", "materialise"]
@@ -197,17 +197,39 @@ def test_strategy_as_asked(name):
             said = "as asked" if choice.strategy.name == name else f"not {name}: "
             assert all(reason.startswith(said) for reason in choice.reason.split("; "))
     for row in plan.rows:
-        assert ("as asked" in row.reason) == (name in row.strategy.split(", "))
+        assert ("as asked" in row.reason) == (name in row.strategy.replace(":4", "").split(", "))
+
+
+def test_examples_at_a_time_as_asked():
+    plan = pg.explain(tagger, MOMENTS, strategy="streamed:8")(*tagger_args(16))
+    assert rows_of(plan)["['w']"].strategy == "streamed:8"
+    assert "streamed:8" in str(plan)
+    few = pg.explain(tagger, MOMENTS, strategy="streamed:8")(*tagger_args(3))
+    assert rows_of(few)["['w']"].strategy == "streamed:3"
+
+
+def test_streams_of_an_accelerator_are_as_wide_as_its_memory_allows(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    widths = []
+    for memory in (8e10, 8e8):
+        device = types.SimpleNamespace(memory_stats=lambda memory=memory: {"bytes_limit": memory})
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        plan = pg.explain(tagger, MOMENTS, strategy="streamed")(*tagger_args(4096, width=256))
+        assert plan.backend == "gpu"
+        (streams,) = {c.strategy for t in plan.tails for c in t.choices if t.tail.params == (3,)}
+        assert streams.batched
+        widths.append(streams.at_a_time)
+    assert widths[0] > widths[1] > 1
 
 
 @pytest.mark.parametrize(
     ("name", "path", "strategy", "reason"),
     [
         ("sparse", "['table']", "sparse", "as asked"),
-        ("sparse", "['w']", "streamed", "not sparse: not a single lookup"),
-        ("factored", "['w']", "streamed", "not factored: sums over positions"),
-        ("summed", "['w']", "streamed", "not summed: not the mean gradient"),
-        ("streamed", "['b']", "streamed", "as asked"),
+        ("sparse", "['w']", "streamed:4", "not sparse: not a single lookup"),
+        ("factored", "['w']", "streamed:4", "not factored: sums over positions"),
+        ("summed", "['w']", "streamed:4", "not summed: not the mean gradient"),
+        ("streamed", "['b']", "streamed:4", "as asked"),
         ("materialise", "['table']", "materialise", "as asked"),
     ],
 )

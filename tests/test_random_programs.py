@@ -3,7 +3,7 @@
 A network is a list of layers; a layer is an operation on activations [B, T, D], a way in which its
 parameters are stored (`VIEWS`: transposed, flat, sliced out of something larger, as a product, ...) and
 what stands around it (`WRAPPERS`: remat, a loop, a conditional, ...), all named, so that a failure
-prints a program that can be read. PERGRAD_FUZZ sets how many are tried.
+prints a program that can be read. PERGRAD_FUZZ sets how many are tried, of up to three layers.
 """
 
 import math
@@ -25,7 +25,9 @@ from tests.cases import array, layer_norm, over, soft_clip
 from tests.conftest import STATISTICS, UNITS, Truth, assert_agrees
 from tests.whole import Questions
 
-EXAMPLES = int(os.environ.get("PERGRAD_FUZZ", "200"))
+FUZZ = os.environ.get("PERGRAD_FUZZ")
+EXAMPLES = int(FUZZ or "200")
+LAYERS = 3 if FUZZ else 2  # two meet in every way there is; what takes time is to compile them
 POSITIONS, FEATURES, VOCABULARY = 3, 4, 6
 # More than for the cases: a random network may be badly conditioned.
 ERROR = 1e-9
@@ -435,7 +437,7 @@ layers = st.builds(
 )
 networks = st.builds(
     Network,
-    layers=st.lists(layers, min_size=1, max_size=3).map(tuple),
+    layers=st.lists(layers, min_size=1, max_size=LAYERS).map(tuple),
     regulariser=choice(REGULARISERS),
     seed=st.integers(0, 99),
 )
@@ -481,16 +483,17 @@ def make_batch(seed: int, size: int) -> Tree:
 @hypothesis.settings(
     max_examples=EXAMPLES,
     deadline=None,
-    derandomize="PERGRAD_FUZZ" not in os.environ,
+    derandomize=FUZZ is None,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 @hypothesis.given(networks, runs())
 def test_random_program(network: Network, run: Run) -> None:
+    loss = jax.jit(network.loss)  # traced once, for the oracle and for `single`
     batch = make_batch(network.seed, run.size)
     params = network.params(batch)
     weights = None if run.weights is None else array(run.weights)
-    truth = Truth(*oracle.per_example(network.loss, (params, batch)))
+    truth = Truth(*oracle.per_example(loss, (params, batch)))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     questions = Questions(truth, paths)
     names, whole = ASKED[run.asked]
@@ -498,7 +501,7 @@ def test_random_program(network: Network, run: Run) -> None:
         names = [name for name in names if name != "variance"]
 
     def single(params: Tree, example: Tree) -> Array:
-        return network.loss(params, jax.tree.map(lambda x: x[None], example))
+        return loss(params, jax.tree.map(lambda x: x[None], example))
 
     known = STATISTICS | {"token_mean": UNITS["token_mean"].statistic}
     stats_fn = pg.value_and_stats(

@@ -7,6 +7,7 @@ Needs the extra `pergrad[lab]`; nothing else in pergrad imports it. Reading orde
     sweep     many runs, fairly tuned      decide    what a difference between runs says
     report    a page with figures          findings  a sweep as such a page
     gather    any runs as such a page      progress  what is seen in the terminal meanwhile
-    timing    programs side by side        price     what statistics cost beside jax.grad
+    timing    programs side by side        tasks     the same statistics in every way there is
+    price     what they cost               bench     on many models, as tables and figures
     studies   a module for every question  cli       the command `pergrad`
 """

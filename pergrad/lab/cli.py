@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -17,9 +15,16 @@ from rich.text import Text
 
 import pergrad as pg
 from pergrad.lab import decide
-from pergrad.lab.config import Model, OptimizerName, PresetName, StudyName, TaskName, Train
-from pergrad.lab.errors import LabError
-from pergrad.lab.files import disk_errors
+from pergrad.lab.config import (
+    CaseName,
+    Model,
+    OptimizerName,
+    PartName,
+    PresetName,
+    StudyName,
+    TaskName,
+    Train,
+)
 from pergrad.lab.progress import ProgressBar, RunsBar
 
 DEMO = Train(model=Model(context=128), batch_size=8)  # whose plan and price the demonstration shows
@@ -184,19 +189,20 @@ def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
         processes: how many runs at a time.
     """
     from pergrad.lab import price
+    from pergrad.lab.bench import tables
+    from pergrad.lab.tasks import AUTO, FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, TASKS, VMAP
     from pergrad.lab.train import make_problem
 
     console = Console()
     problem = make_problem(DEMO)
     params, batch = problem.params, problem.batches[0]
-    task = price.TASKS["moments"]
+    task = TASKS["moments"]
     console.rule("The plan: mean and second moment of per-example gradients")
     print(pg.explain(problem.loss, task.statistics)(params, batch))
     console.rule("The price, measured beside jax.grad")
-    results = price.measure(
-        price.candidates(problem.loss, task, micro_grad_sizes=[1]), params, batch, rounds=9, budget=4.0
-    )
-    console.print(price.rich_table("", price.best_of_each(results)))
+    names = (FLOOR, VMAP, f"{MICRO_GRAD}{MICROBATCH}1", PERGRAD, AUTO)
+    found = price.measure(problem.loss, task, params, batch, names=names, rounds=9, budget=4.0)
+    console.print(tables.in_terminal("", price.numbers(found.results)))
     console.rule("A study: three places for the sign, on the sources of Python's library")
     study("sign", "demo", out, processes)
 
@@ -235,57 +241,56 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         args = problem.params, problem.batches[0]
         print(pg.explain(problem.loss, make(config).stats)(*args))
         return
-    function, params, batch = _load(loss)()
+    from pergrad.lab.bench.cases import load
+
+    function, params, batch = load(loss)()
     stats = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "norm": pg.Norm()}
     print(pg.explain(function, stats)(params, batch))
 
 
 def bench(
-    model: Model,
-    batch_size: int = 16,
-    statistics: TaskName = "moments",
-    rounds: int = 15,
-    data: str = "stdlib",
-    out: Path | None = None,
+    loss: Annotated[str | None, tyro.conf.Positional] = None,
+    cases: tuple[CaseName, ...] = (),
+    tasks: tuple[TaskName, ...] = (),
+    parts: tuple[PartName, ...] = (),
+    rounds: int = 10,
+    budget: float = 2.0,
+    peak: tuple[TaskName, ...] = ("moments",),
+    out: Path = Path("bench"),
 ) -> None:
     """Measure what statistics cost on this machine.
 
-    Time and memory of pergrad beside `jax.grad`, `vmap(grad)` and `optax`, side by side, in one process
-    that wants the machine for itself.
+    Time, memory and compilation of pergrad beside `jax.grad`, `vmap(grad)`, optax and jax_privacy, in
+    one process that wants the machine for itself. Without options all models, how one of them grows,
+    and compilation, in about 25 minutes. The same command again continues.
 
     Args:
-        model: the lab's model.
-        batch_size: examples in the batch.
-        statistics: mean and second moment; the norm of every gradient; or the mean of clipped gradients.
+        loss: yours: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch.
+        cases: these models only.
+        tasks: these statistics only.
+        parts: models, growth of one as its sizes grow, compilation; all if nothing else is chosen.
         rounds: timed runs of each candidate, which take turns; the fastest counts.
-        data: where the batch comes from, as in `pergrad train`.
-        out: a JSON file for all numbers, with machine and versions.
+        budget: seconds after which a candidate sits out the remaining rounds.
+        peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
+        out: where `results.json`, with machine and versions, and the figures are written.
     """
-    from pergrad.lab import price, runs
-    from pergrad.lab.train import make_problem
+    from pergrad.lab.bench import drawings, run, tables
 
-    if rounds < 1:
-        raise LabError(f"rounds must be at least 1, not {rounds}.")
-    problem = make_problem(Train(model=model, batch_size=batch_size, data=data))
-    params, batch = problem.params, problem.batches[0]
-    if out is not None:  # numbers that cannot be kept are not measured
-        with disk_errors(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-    sizes = [size for size in price.MICRO_GRAD_SIZES if batch_size % size == 0]
-    candidates = price.candidates(problem.loss, price.TASKS[statistics], sizes)
-    rtol = price.RTOL if model.dtype == "float32" else price.RTOL_BFLOAT16
-    results = price.measure(candidates, params, batch, rounds=rounds, rtol=rtol)
     console = Console()
-    asked = " and ".join(name.replace("_", " ") for name in price.TASKS[statistics].statistics)
-    title = f"{asked} of {batch_size} examples, beside {price.FLOOR}"
-    console.print(price.rich_table(title, price.best_of_each(results)))
-    console.print(f"fastest of {rounds} rounds; memory is what XLA sets aside for intermediate results")
-    if out is not None:
-        about = {"model": dataclasses.asdict(model), "batch_size": batch_size, "data": problem.name}
-        about |= {"statistics": statistics, "rounds": rounds}
-        where = {"versions": runs.versions(), "machine": price.machine()}
-        runs.write_json(out, {"config": about, **where, "results": price.numbers(results)})
-        console.print(Text(str(out), "bold"), soft_wrap=True)
+    wanted = run.items(parts, (*cases, loss) if loss else cases, tasks)
+    settings = run.Settings(rounds, budget, peak)
+    every = run.run(
+        wanted,
+        lambda item: run.measure(item, settings),
+        run.about(settings),
+        out / "results.json",
+    )
+    for item, rows in run.comparisons(every).items():
+        if item.part == "models":
+            console.print(tables.in_terminal(str(item), rows))
+    console.print(f"fastest of {rounds} rounds; ratios to the first; memory is XLA's temporary memory")
+    for path in (out / "results.json", *drawings.write(every, out)):
+        console.print(Text(str(path), "bold"), soft_wrap=True)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -297,19 +302,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench,
     "explain": explain,
 }
-
-
-def _load(name: str) -> Callable[[], Any]:
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise LabError(f"{name!r} is not MODULE:FUNCTION, such as my_project.model:example.")
-    sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise LabError(f"{name} cannot be loaded: {error}.") from error
-    finally:
-        sys.path.pop(0)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -26,7 +26,22 @@ OptimizerName = Literal[
 ]
 StudyName = Literal["sign", "adam", "plane", "scaling", "clipping", "snr", "overhead"]
 PresetName = Literal["demo", "quick", "full"]  # minutes, a quarter of an hour, hours
-TaskName = Literal["moments", "norms", "clipped"]  # what `pergrad bench` can ask for
+# What `pergrad bench` asks for, of which models, and its three parts.
+TaskName = Literal["moments", "norms", "clipped", "five", "tokens"]
+CaseName = Literal[
+    "mlp",
+    "cnn",
+    "resnet",
+    "lstm",
+    "transformer_long",
+    "transformer_wide",
+    "transformer_vocab",
+    "transformer_tied",
+    "transformer_scanned",
+    "experts",
+    "flax",
+]
+PartName = Literal["models", "growth", "compile"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ def lines_with_bands(
     ends = [int(np.cumprod(np.isfinite(array[1])).sum()) for array in arrays]
     for i, (name, array, end) in enumerate(zip(curves, arrays, ends, strict=True)):
         x, mean, low, high = array[:, :end]
-        look = _look(name, [*names, *curves])
+        look = look_of(name, [*names, *curves])
         every = max(1, len(x) // 8)
         (line,) = ax.plot(x, mean, **look, lw=1.8, ms=5, markevery=(i * every // len(curves), every))
         low, high = np.where(np.isfinite(low) & np.isfinite(high), (low, high), np.nan)
@@ -151,7 +151,7 @@ def loss_against_rate(
     ax, top = _axes_below_strip(fig, xlabel, ylabel, falls)
     entries: list[tuple[float, Any, str]] = []
     for name, at in by_method.items():
-        look = _look(name, [*names, *by_method])
+        look = look_of(name, [*names, *by_method])
         sane = {rate: at[rate] for rate in sorted(at) if _has_mean(at[rate])}
         means = [e.mean for e in sane.values()]
         drawn = ax.errorbar(
@@ -190,7 +190,7 @@ def bars_with_intervals(
     fig.set_figheight(1.5 + 0.42 * len(by_method))
     ax = _axes(fig, xlabel, "")
     for row, (name, e) in enumerate(by_method.items()):
-        look = _look(name, [*names, *by_method])
+        look = look_of(name, [*names, *by_method])
         look["ls"] = ""
         if _has_mean(e):
             ax.errorbar([e.mean], [row], xerr=_bars([e]), **look, ms=7, elinewidth=2, capsize=4)
@@ -298,7 +298,8 @@ def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str])
     return ax, top
 
 
-def _look(name: str, names: Sequence[str]) -> dict[str, Any]:
+def look_of(name: str, names: Sequence[str]) -> dict[str, Any]:
+    """Colour, marker and dash of a method, by its place among all."""
     i = list(names).index(name)
     colour, dash = _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
     return {"color": colour, "marker": _MARKERS[i % len(_MARKERS)], "ls": dash}

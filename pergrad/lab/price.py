@@ -1,159 +1,111 @@
 """What statistics of per-example gradients cost beside `jax.grad`, measured.
 
-Every candidate takes the same loss, parameters and batch, and returns the mean loss and the statistics
-of a task. That all return the same is checked before anything is timed (see `timing`). The first
-candidate, the mean gradient alone, is what everybody pays anyway: ratios are to it.
+All candidates of a task (see `tasks`) are compiled; that they return the same is checked; then they take
+turns (see `timing`). Ratios are to the first, the mean gradient alone.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import pergrad as pg
-from pergrad.lab.config import TaskName
+from pergrad.lab import tasks, timing
 from pergrad.lab.errors import LabError
-from pergrad.lab.timing import Program, Result, Say, compile_all, time_all, to_stderr
-
-if TYPE_CHECKING:  # benchmarks can do without a page and without rich
-    from rich.table import Table as RichTable
-
-    from pergrad.lab import report
-
-FLOOR = "jax.value_and_grad"
-PERGRAD = "pergrad"
-VMAP = "vmap(grad)"
-MICRO_GRAD = "optax micro_grad"
-MICRO_GRAD_SIZES = (1, 2, 4, 8)
-MAX_NORM = 1.0
+from pergrad.lab.tasks import AUTO, FLOOR, PERGRAD, SIZED, Loss, Task, Tree
+from pergrad.lab.timing import Program, Result, Say, to_stderr
 
 # The largest difference between two candidates, in norm, for any one parameter. Sums in float32 taken
-# in another order differ by about 1e-6 of the result's norm; in bfloat16 every product is rounded.
+# in another order differ by about 1e-6 of the result's norm.
 RTOL = 1e-4
-RTOL_BFLOAT16 = 0.1
-
-Tree = Any
-Loss = Callable[[Tree, Any], jax.Array]
-Candidate = Callable[[Tree, Any], tuple[jax.Array, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Task:
-    """The same statistics, asked for in three ways.
+class Comparison:
+    """What was measured, the floor first; and whom that left out, with the reason."""
 
-    `reduce` is given all gradients, leaves [B, ...]. `one` is given a single gradient and returns what
-    is averaged over the examples and what is kept of each; None for what cannot be said so.
-    """
-
-    statistics: Mapping[str, pg.Statistic]
-    reduce: Callable[[Tree], dict[str, Any]] | None = None
-    one: Callable[[Tree], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    results: list[Result]
+    left_out: Mapping[str, str]
 
 
-def _moments(g: Tree) -> dict[str, Any]:
-    return {
-        "mean": jax.tree.map(lambda x: jnp.mean(x, axis=0), g),
-        "second_moment": jax.tree.map(lambda x: jnp.mean(jnp.square(x), axis=0), g),
-    }
-
-
-def _norms(g: Tree) -> dict[str, Any]:
-    return {"norm": jax.vmap(optax.tree.norm)(g)}
-
-
-def _clipped(g: Tree) -> dict[str, Any]:
-    scale = _scale(jax.vmap(optax.tree.norm)(g))
-    return {"clipped": jax.tree.map(lambda x: jnp.tensordot(scale, x, 1) / len(x), g)}
-
-
-def _scale(norm: jax.Array) -> jax.Array:
-    return jnp.minimum(1, MAX_NORM / norm)
-
-
-TASKS: dict[TaskName, Task] = {
-    "moments": Task(
-        {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)},
-        _moments,
-        lambda g: ({"mean": g, "second_moment": jax.tree.map(jnp.square, g)}, {}),
-    ),
-    "norms": Task({"norm": pg.Norm()}, _norms, lambda g: ({}, {"norm": optax.tree.norm(g)})),
-    "clipped": Task(
-        {"clipped": pg.ClippedMean(MAX_NORM)},
-        _clipped,
-        lambda g: ({"clipped": optax.tree.scale(_scale(optax.tree.norm(g)), g)}, {}),
-    ),
-}
-
-
-def mean_gradient(loss: Loss) -> Candidate:
-    """What everybody pays anyway: the floor."""
-
-    def run(params: Tree, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-        value, gradient = jax.value_and_grad(loss)(params, batch)
-        return value, {"mean": gradient}
-
-    return run
-
-
-def vmap_grad(loss: Loss, reduce: Callable[[Tree], dict[str, Any]]) -> Candidate:
-    """All gradients at once, then reduced: what a user writes first."""
-
-    def one_example(params: Tree, example: Any) -> tuple[jax.Array, Tree]:
-        return jax.value_and_grad(loss)(params, jax.tree.map(lambda x: x[None], example))
-
-    def run(params: Tree, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-        values, gradients = jax.vmap(one_example, in_axes=(None, 0))(params, batch)
-        return jnp.mean(values), reduce(gradients)
-
-    return run
-
-
-def micro_grad(
-    loss: Loss, one: Callable[[Tree], tuple[dict[str, Any], dict[str, Any]]], microbatch_size: int
-) -> Candidate:
-    """optax's answer: `vmap(grad)` on a few examples at a time, accumulated in a loop."""
-    statistics_fn = optax.microbatching.micro_grad(
-        loss,
-        microbatch_size=microbatch_size,
-        accumulator=optax.microbatching.AccumulationType.MEAN,
-        transform_fn=lambda g: one(g)[0],
-        metrics_fn=lambda g: one(g)[1],
-    )
-
-    def run(params: Tree, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-        averaged, individual = statistics_fn(params, batch)
-        return jnp.mean(individual.values), averaged | individual.metrics
-
-    return run
-
-
-def candidates(
+def measure(
     loss: Loss,
-    task: Task = TASKS["moments"],
-    micro_grad_sizes: Sequence[int] = MICRO_GRAD_SIZES,
-    pergrad_sizes: Sequence[int | Literal["auto"]] = ("auto",),
-) -> dict[str, Candidate]:
-    """Every way to the statistics of a task, by name; the floor comes first."""
-    found = {FLOOR: mean_gradient(loss)}
-    if task.reduce is not None:
-        found[VMAP] = vmap_grad(loss, task.reduce)
-    if task.one is not None:
-        for size in micro_grad_sizes:
-            found[f"{MICRO_GRAD}, microbatch {size}"] = micro_grad(loss, task.one, size)
-    found[PERGRAD] = pg.value_and_stats(loss, task.statistics)
-    for size in pergrad_sizes:
-        found[f"{PERGRAD}, microbatch {size}"] = pg.value_and_stats(
-            loss, task.statistics, microbatch_size=size
-        )
-    return found
+    task: Task,
+    params: Tree,
+    batch: Any,
+    *,
+    names: Sequence[str] | None = None,
+    rounds: int = 10,
+    budget: float = 3.0,
+    rtol: float = RTOL,
+    say: Say = to_stderr,
+) -> Comparison:
+    """The candidates of these names, by default all, compiled, checked and timed.
+
+    Of candidates that want a microbatch size the fastest is taken. A candidate that raises an error is
+    left out, and so is pergrad's `"auto"` where it takes all examples at once: that is the same program.
+    """
+    if rounds < 1:
+        raise LabError(f"rounds must be at least 1, not {rounds}.")
+    programs, left_out = build(loss, task, params, batch, names=names or tasks.names(task), say=say)
+    difference = largest_difference(programs, params, batch, rtol=rtol, unchecked=task.unchecked)
+    say(f"  all agree: relative difference at most {difference:.0e} (limit {rtol:.0e})\n")
+    results = timing.time_all(programs, params, batch, rounds=rounds, budget=budget, say=say)
+    return Comparison(results, left_out)
+
+
+def build(
+    loss: Loss, task: Task, params: Tree, batch: Any, *, names: Sequence[str], say: Say = to_stderr
+) -> tuple[dict[str, Program], dict[str, str]]:
+    """Compiled candidates by name, and who is left out and why."""
+    programs, left_out = {}, {}
+    for name in names:
+        if not tasks.is_installed(name):
+            left_out[name] = "not installed"
+        elif name == AUTO and _all_at_once(loss, task, params, batch):
+            left_out[name] = "all at once"
+        else:
+            try:
+                found, program = _compile(name, loss, task, params, batch, say)
+            except Exception as error:
+                if name in (FLOOR, PERGRAD):
+                    raise
+                # Whatever it is, it is theirs, and the others go on.
+                left_out[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            else:
+                programs[found] = program
+        if name in left_out:
+            say(f"  without {name}: {left_out[name]}\n")
+    return programs, left_out
+
+
+def _compile(
+    name: str, loss: Loss, task: Task, params: Tree, batch: Any, say: Say
+) -> tuple[str, Program]:
+    if name not in SIZED:
+        return name, timing.compile_afresh(name, tasks.make(name, loss, task), params, batch, say=say)
+    sized = ((one, tasks.make(one, loss, task)) for one in _sizes(name, batch))
+    return timing.fastest(sized, params, batch, say=say)
+
+
+def _all_at_once(loss: Loss, task: Task, params: Tree, batch: Any) -> bool:
+    plan = pg.explain(loss, task.statistics, microbatch_size="auto")(params, batch)
+    return plan.microbatch_size == plan.batch_size
+
+
+def _sizes(name: str, batch: Any) -> list[str]:
+    """With the microbatch sizes 1, 2, 4, ... that divide the batch."""
+    examples = len(jax.tree.leaves(batch)[0])
+    sizes = [2**k for k in range(examples.bit_length())]
+    return [f"{name}{tasks.MICROBATCH}{size}" for size in sizes if examples % size == 0]
 
 
 def largest_difference(
@@ -162,7 +114,7 @@ def largest_difference(
     batch: Any,
     *,
     rtol: float = RTOL,
-    unchecked: Collection[str] = (),
+    unchecked: Sequence[str] = (),
 ) -> float:
     """The largest relative difference from the second candidate, in what a candidate has in common.
 
@@ -173,6 +125,8 @@ def largest_difference(
     expected_value, expected = programs[reference].run(params, batch)
     largest = 0.0
     for name, program in programs.items():
+        if name == reference:
+            continue
         value, statistics = program.run(params, batch)
         shared = statistics.keys() & expected.keys() - set(unchecked)
         pairs = jax.tree.map(
@@ -192,79 +146,6 @@ def _relative_difference(actual: jax.Array, expected: jax.Array) -> float:
     return float(jnp.linalg.norm(actual - expected) / jnp.where(scale == 0, 1, scale))
 
 
-def measure(
-    found: Mapping[str, Candidate],
-    params: Tree,
-    batch: Any,
-    *,
-    rounds: int = 15,
-    budget: float = 10.0,
-    rtol: float = RTOL,
-    unchecked: Collection[str] = (),
-    say: Say = to_stderr,
-) -> list[Result]:
-    """Candidates compiled, checked and timed, as `timing` does it; the results in their order."""
-    if rounds < 1:
-        raise LabError(f"rounds must be at least 1, not {rounds}.")
-    programs = compile_all(found, params, batch, say=say)
-    difference = largest_difference(programs, params, batch, rtol=rtol, unchecked=unchecked)
-    say(f"  all agree: relative difference at most {difference:.0e} (limit {rtol:.0e})\n")
-    return time_all(programs, params, batch, rounds=rounds, budget=budget, say=say)
-
-
-def best_of_each(results: Sequence[Result]) -> list[Result]:
-    """Of candidates that differ in their microbatch size the fastest, but pergrad's as they are."""
-    best: dict[str, Result] = {}
-    for result in results:
-        family = result.name if result.name.startswith(PERGRAD) else result.name.split(",")[0]
-        if family not in best or result.minimum < best[family].minimum:
-            best[family] = result
-    return list(best.values())
-
-
-# What is told.
-
-HEADER = ("candidate", "time ms", "time x", "memory MB", "memory x", "compile x")
-
-
-def cells(results: Sequence[Result]) -> list[list[str]]:
-    """The rows below `HEADER`; the ratios are to the first result."""
-    rows = []
-    for result in results:
-        ratios = result.ratios(results[0])
-        rows.append(
-            [
-                result.name,
-                f"{1e3 * result.minimum:.1f}",
-                f"{ratios['time']:.2f}",
-                f"{result.program.temp_bytes / 1e6:.1f}",
-                f"{ratios['memory']:.2f}",
-                f"{ratios['compile']:.2f}",
-            ]
-        )
-    return rows
-
-
-def report_table(title: str, results: Sequence[Result]) -> report.Table:
-    """For a page."""
-    from pergrad.lab import report
-
-    return report.Table(title, HEADER, cells(results))
-
-
-def rich_table(title: str, results: Sequence[Result]) -> RichTable:
-    """For the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column, name in enumerate(HEADER):
-        table.add_column(name, justify="right" if column else "left", no_wrap=not column)
-    for row in cells(results):
-        table.add_row(*map(Text, row), style="bold" if row[0].startswith(PERGRAD) else "")
-    return table
-
-
 def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
     """All that was measured, as JSON has it."""
     return [
@@ -277,6 +158,7 @@ def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
             "minimum": result.minimum,
             "quartiles": list(result.quartiles),
             "ratios": result.ratios(results[0]),
+            "tried": dict(result.program.tried),
         }
         for result in results
     ]
@@ -286,6 +168,14 @@ def machine() -> dict[str, Any]:
     """Where the numbers were measured."""
     return {
         "platform": platform.platform(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "devices": [device.device_kind for device in jax.devices()],
     }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
+
+LEAST = 3  # a minimum over fewer runs would be unfair to those who are slow
 
 Say = Callable[[str], None]  # is given pieces of text, not always whole lines
 
@@ -36,12 +38,15 @@ class Program:
 
     `temp_bytes` is what XLA sets aside for intermediate results; arguments and results do not
     count. NaN where XLA does not say.
+
+    `tried` are the seconds of one run of each of those that it was chosen from, if it was.
     """
 
     run: Callable[..., Any]
     lower_seconds: float
     compile_seconds: float
     temp_bytes: float
+    tried: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def build_seconds(self) -> float:
@@ -91,16 +96,39 @@ def compile_one(candidate: Callable[..., Any], *args: Any) -> Program:
     )
 
 
-def compile_all(
-    candidates: Mapping[str, Callable[..., Any]], *args: Any, say: Say = to_stderr
-) -> dict[str, Program]:
-    """Compile every candidate for `args`, each from empty caches so that none helps the next."""
-    programs = {}
-    for name, candidate in candidates.items():
-        jax.clear_caches()
-        programs[name] = compile_one(candidate, *args)
-        say(f"  compiled {name} in {programs[name].build_seconds:.1f} s\n")
-    return programs
+def compile_afresh(
+    name: str, candidate: Callable[..., Any], *args: Any, say: Say = to_stderr
+) -> Program:
+    """Compile a candidate from empty caches, so that none helps the next."""
+    jax.clear_caches()
+    program = compile_one(candidate, *args)
+    say(f"  compiled {name} in {program.build_seconds:.1f} s\n")
+    return program
+
+
+def fastest(
+    candidates: Iterable[tuple[str, Callable[..., Any]]], *args: Any, say: Say = to_stderr
+) -> tuple[str, Program]:
+    """The fastest of candidates that differ in a size which rises, tried until they get slower.
+
+    They do not take turns: what takes 1.1 times as long as the best before it is taken to be slower.
+    """
+    tried: dict[str, float] = {}
+    best = None
+    for name, candidate in candidates:
+        program = compile_afresh(name, candidate, *args, say=say)
+        tried[name] = _seconds(program, args)
+        if tried[name] <= 2 * min(tried.values()):  # else it is not the first run that makes it slow
+            tried[name] = min(_seconds(program, args) for _ in range(2))
+        say(f"  {name} takes {1e3 * tried[name]:.0f} ms\n")
+        lowest = min(tried.values())
+        if tried[name] == lowest:
+            best = name, program
+        elif tried[name] > 1.1 * lowest:
+            break
+    if best is None:
+        raise ValueError("there is no candidate")
+    return best[0], replace(best[1], tried=tried)
 
 
 def time_all(
@@ -112,8 +140,9 @@ def time_all(
 ) -> list[Result]:
     """Run each program once to warm up, then let them take turns for `rounds` rounds.
 
-    A program that has used up its `budget` of seconds sits out the remaining rounds; each has at
-    least one timed run. So `seconds[i]` of every result was measured in round i.
+    A program that has used up its `budget` of seconds sits out the remaining rounds, but not before
+    it has had `LEAST` timed runs, or one if that takes all of the budget. So `seconds[i]` of every
+    result was measured in round i.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -122,7 +151,8 @@ def time_all(
     say("  timing ")
     for index in range(rounds):
         for name in _order(list(programs), index):
-            if timed[name] and spent[name] > budget:
+            least = LEAST if min(timed[name], default=0) < budget else 1
+            if spent[name] > budget and len(timed[name]) >= least:
                 continue
             seconds = _seconds(programs[name], args)
             timed[name].append(seconds)

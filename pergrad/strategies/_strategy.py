@@ -58,6 +58,9 @@ class Strategy(abc.ABC):
 
     name: ClassVar[str]
 
+    def __str__(self) -> str:
+        return self.name
+
     @abc.abstractmethod
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         """Why the strategy cannot give this statistic, or None if it can."""

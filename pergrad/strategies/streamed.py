@@ -31,6 +31,9 @@ class Streamed(Strategy):
     at_a_time: int = 1
     batched: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.name}:{self.at_a_time}" if self.at_a_time > 1 else self.name
+
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 

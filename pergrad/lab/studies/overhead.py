@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from pergrad.lab import decide, figures, price, report
+from pergrad.lab import decide, figures, price, report, tasks
 from pergrad.lab.config import Model, Train
 from pergrad.lab.decide import CONTRADICTED, NOT_SHOWN, SUPPORTED, Estimate, Verdict
-from pergrad.lab.price import FLOOR, PERGRAD, VMAP
 from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.tasks import FLOOR, PERGRAD, VMAP
 from pergrad.lab.timing import Result, silent
 from pergrad.lab.train import make_problem
 
@@ -99,16 +99,17 @@ def _measure(sizes: Preset, width: int, length: int) -> Point:
     batch_size = sizes.tokens // length
     model = Model(layers=sizes.layers, width=width, context=length)
     problem = make_problem(Train(model=model, batch_size=batch_size, data=sizes.data))
-    every = price.candidates(problem.loss, micro_grad_sizes=(), pergrad_sizes=())
-    results = price.measure(
-        every,
+    found = price.measure(
+        problem.loss,
+        tasks.TASKS["moments"],
         problem.params,
         problem.batches[0],
+        names=(FLOOR, VMAP, PERGRAD),
         rounds=sizes.rounds,
         budget=sizes.budget,
         say=silent,
     )
-    return Point(width, length, batch_size, {result.name: result for result in results})
+    return Point(width, length, batch_size, {result.name: result for result in found.results})
 
 
 # The claims.

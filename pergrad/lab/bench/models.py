@@ -1,4 +1,4 @@
-"""The models that are timed, written as a user would write them: no layer library, no tricks.
+"""The models that are timed, written as a user would write them: no tricks, and one layer library.
 
 Each model is a frozen dataclass with the same three methods:
 
@@ -11,8 +11,11 @@ V tokens of the vocabulary; E experts, N experts of a token, C places in an expe
 Images have H rows and W columns.
 """
 
+from __future__ import annotations
+
+import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,18 @@ HEAD_WIDTH = 64
 NORM_GROUPS = 8  # of the features of an image
 EXPERTS_PER_TOKEN = 2
 CAPACITY = 1.25  # places in an expert, as a multiple of its share of an example's tokens
+
+
+class Model(Protocol):
+    """What every model here has."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def init(self, key: jax.Array) -> Any: ...
+
+    def sample(self, key: jax.Array) -> Any: ...
+
+    def loss(self, params: Any, batch: Any, /) -> jax.Array: ...
 
 
 def _normal(key: jax.Array, *shape: int) -> jax.Array:
@@ -388,19 +403,40 @@ def _images(key: jax.Array, batch: int, size: int, classes: int) -> tuple[jax.Ar
     return images, jax.random.randint(label_key, (batch,), 0, classes, jnp.int32)
 
 
-CASES: dict[str, Transformer | LSTM | CNN | ResNet | MLP] = {
-    "transformer_long": Transformer(batch=8, length=256, width=256, layers=4, vocab=1024),
-    "transformer_vocab": Transformer(batch=16, length=128, width=256, layers=4, vocab=8192),
-    "transformer_wide": Transformer(batch=32, length=64, width=512, layers=2, vocab=1024),
-    "transformer_tied": Transformer(batch=16, length=128, width=256, layers=4, vocab=4096, tied=True),
-    "transformer_scanned": Transformer(
-        batch=8, length=128, width=256, layers=6, vocab=1024, tied=True, scanned=True
-    ),
-    "moe_einsum": MixtureOfExperts(
-        batch=8, length=128, width=256, layers=2, vocab=1024, experts=8, hidden=512, dispatch="einsum"
-    ),
-    "lstm": LSTM(batch=32, length=64, width=256, vocab=256),
-    "cnn": CNN(batch=64, size=32, widths=(32, 64, 64), strides=(1, 2, 2), classes=10),
-    "resnet": ResNet(batch=32, size=32, widths=(32, 64, 128), blocks=2, classes=10),
-    "mlp": MLP(batch=128, width=1024, layers=4),
-}
+@dataclass(frozen=True)
+class FlaxTransformer:
+    """The model that `pergrad train` trains, in Flax NNX, with heads of 64.
+
+    A batch is `windows`, int32 `[B, T + 1]`: every position predicts the next token.
+    """
+
+    batch: int
+    length: int
+    width: int
+    layers: int
+    vocab: int
+
+    def init(self, key: jax.Array) -> Any:
+        return self._graph_and_params(key)[1]
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return jax.random.randint(key, (self.batch, self.length + 1), 0, self.vocab, jnp.int32)
+
+    def loss(self, params: Any, windows: jax.Array) -> jax.Array:
+        from pergrad.lab.model import text_loss
+
+        return text_loss(self._graph, params, windows)
+
+    @functools.cached_property
+    def _graph(self) -> Any:
+        return self._graph_and_params(jax.random.key(0))[0]
+
+    def _graph_and_params(self, key: jax.Array) -> tuple[Any, Any]:
+        from flax import nnx  # which the other models can do without
+
+        from pergrad.lab import config, model
+
+        sizes = config.Model(
+            layers=self.layers, width=self.width, heads=self.width // HEAD_WIDTH, context=self.length
+        )
+        return nnx.split(model.Transformer(sizes, self.vocab, nnx.Rngs(key)), nnx.Param)

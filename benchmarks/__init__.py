@@ -1,0 +1,1 @@
+"""What is measured outside of the package: PyTorch beside it, and estimators of mu^2."""

@@ -1,0 +1,131 @@
+"""The list of models that are measured, which tasks on which, and how one of them grows."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+import jax
+
+from pergrad.lab.bench.models import (
+    CNN,
+    LSTM,
+    MLP,
+    FlaxTransformer,
+    MixtureOfExperts,
+    Model,
+    ResNet,
+    Transformer,
+)
+from pergrad.lab.config import CaseName, TaskName
+from pergrad.lab.errors import LabError
+from pergrad.lab.tasks import TASKS, Loss, Task, Tree, of_one_position
+
+CASES: dict[CaseName, Model] = {
+    "mlp": MLP(batch=128, width=1024, layers=4),
+    "cnn": CNN(batch=64, size=32, widths=(32, 64, 64), strides=(1, 2, 2), classes=10),
+    "resnet": ResNet(batch=32, size=32, widths=(32, 64, 128), blocks=2, classes=10),
+    "lstm": LSTM(batch=32, length=64, width=256, vocab=256),
+    "transformer_long": Transformer(batch=8, length=256, width=256, layers=4, vocab=1024),
+    "transformer_wide": Transformer(batch=32, length=64, width=512, layers=2, vocab=1024),
+    "transformer_vocab": Transformer(batch=16, length=128, width=256, layers=4, vocab=8192),
+    "transformer_tied": Transformer(batch=16, length=128, width=256, layers=4, vocab=4096, tied=True),
+    "transformer_scanned": Transformer(
+        batch=8, length=128, width=256, layers=6, vocab=1024, tied=True, scanned=True
+    ),
+    "experts": MixtureOfExperts(
+        batch=8, length=128, width=256, layers=2, vocab=1024, experts=8, hidden=512, dispatch="einsum"
+    ),
+    "flax": FlaxTransformer(batch=16, length=128, width=256, layers=4, vocab=256),
+}
+TITLES: dict[CaseName, str] = {
+    "mlp": "MLP, B128, 4 x 1024",
+    "cnn": "CNN, B64, 32x32, 3-32-64-64",
+    "resnet": "ResNet, group norm, B32, 32x32",
+    "lstm": "LSTM, B32 T64 D256",
+    "transformer_long": "transformer, B8 T256 D256 L4 V1024",
+    "transformer_wide": "transformer, B32 T64 D512 L2 V1024",
+    "transformer_vocab": "transformer, B16 T128 D256 L4 V8192",
+    "transformer_tied": "transformer, tied, B16 T128 D256 L4 V4096",
+    "transformer_scanned": "transformer, scanned, remat, tied, B8 T128 D256 L6",
+    "experts": "mixture of 8 experts, B8 T128 D256 L2",
+    "flax": "Flax NNX transformer, B16 T128 D256 L4 V256",
+}
+# What is measured if nothing is chosen: all models with two tasks, the others on those that differ most.
+DIFFERENT: tuple[CaseName, ...] = ("mlp", "cnn", "lstm", "transformer_long", "transformer_wide")
+USUAL: dict[TaskName, tuple[CaseName, ...]] = {
+    "moments": get_args(CaseName),
+    "clipped": get_args(CaseName),
+    "norms": DIFFERENT,
+    "five": DIFFERENT,
+    "tokens": DIFFERENT,
+}
+
+# A small transformer, of which one size at a time grows.
+SMALL = Transformer(batch=8, length=64, width=128, layers=2, vocab=1024)
+GROWTH: dict[str, tuple[str, tuple[int, ...]]] = {
+    "B": ("batch", (2, 8, 32, 128)),
+    "T": ("length", (16, 64, 256, 1024)),
+    "D": ("width", (64, 128, 256, 512)),
+    "V": ("vocab", (256, 1024, 4096, 16384)),
+}
+COMPILED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "L": ("layers", (1, 2, 4, 8, 16)),
+    "B": ("batch", (2, 8, 32, 128, 512)),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A loss with its arguments, and what there is to know about it."""
+
+    loss: Loss
+    params: Tree
+    batch: Any
+    about: Mapping[str, Any]
+    has_one_position: bool = False
+
+    def task(self, name: str) -> Task:
+        task = TASKS[cast(TaskName, name)]
+        return of_one_position(task) if self.has_one_position else task
+
+
+def of_model(model: Model) -> Problem:
+    """With parameters and a batch that are random, and always the same."""
+    params, batch = model.init(jax.random.key(0)), model.sample(jax.random.key(1))
+    about = {"model": type(model).__name__, **dataclasses.asdict(model), "parameters": _count(params)}
+    return Problem(model.loss, params, batch, about, has_one_position=isinstance(model, MLP))
+
+
+def problem(name: str) -> Problem:
+    """One of `CASES`, or a user's own: `MODULE:FUNCTION` returns a loss, its parameters and a batch."""
+    if name in get_args(CaseName):
+        return of_model(CASES[cast(CaseName, name)])
+    loss, params, batch = load(name)()
+    return Problem(loss, params, batch, {"model": name, "parameters": _count(params)})
+
+
+def grown(model: Transformer, field: str, size: int) -> Transformer:
+    return dataclasses.replace(model, **{field: size})
+
+
+def load(name: str) -> Callable[[], Any]:
+    """What `MODULE:FUNCTION` names, also in the current directory."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise LabError(f"{name!r} is not MODULE:FUNCTION, such as my_project.model:example.")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise LabError(f"{name} cannot be loaded: {error}.") from error
+    finally:
+        sys.path.pop(0)
+
+
+def _count(params: Tree) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,0 +1,159 @@
+"""The numbers of a benchmark as figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Sheet
+from matplotlib.ticker import LogLocator, NullLocator
+
+from pergrad.lab import figures, tasks
+from pergrad.lab.bench import cases
+from pergrad.lab.bench.tables import Row, measured, short
+from pergrad.lab.config import PartName, TaskName
+from pergrad.lab.files import disk_errors, replace
+from pergrad.lab.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP, family
+
+ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY)  # who has which colour
+LOOKS: dict[str, dict[str, Any]] = {
+    **{name: figures.look_of(name, ORDER) | {"label": name} for name in ORDER},
+    FLOOR: {"color": "#222222", "ls": ":", "marker": "", "label": "jax.grad"},
+}
+TITLES = {
+    "overhead": "Time as a multiple of jax.grad",
+    "growth": "A transformer that grows: mean and second moment",
+    "compile": "Seconds to trace and compile",
+}
+AXES = {
+    "B": "examples B",
+    "T": "positions T",
+    "D": "width D",
+    "V": "vocabulary V",
+    "L": "layers",
+}
+BESIDE: tuple[TaskName, ...] = ("moments", "clipped")  # of all models
+
+
+def write(rows: Iterable[Row], out: Path) -> list[Path]:
+    """All figures that there are numbers for, as PNG and SVG in the directory `out`."""
+    rows = [row for row in measured(rows) if row["candidate"] != AUTO]
+    parts = {part: [row for row in rows if row["part"] == part] for part in get_args(PartName)}
+    draws = {"models": overhead, "growth": growth, "compile": compile_time}
+    paths = []
+    for (name, title), (part, draw) in zip(TITLES.items(), draws.items(), strict=True):
+        own = parts[part]
+        if own:
+            png, svg = figures.render(title, lambda fig, own=own, draw=draw: draw(fig, own))
+            for ending, content in ((".png", png), (".svg", svg)):
+                paths.append(out / f"{name}{ending}")
+                with disk_errors(paths[-1]):
+                    replace(paths[-1], content)
+    return paths
+
+
+def overhead(fig: Sheet, rows: Sequence[Row]) -> None:
+    """A line for each model, a panel for each task; pergrad's number stands beside its dots."""
+    there = dict.fromkeys(row["task"] for row in rows)
+    shown: list[TaskName] = [task for task in BESIDE if task in there] or list(there)[:1]
+    names = list(dict.fromkeys(row["case"] for row in rows if row["task"] in shown))
+    fig.set_size_inches(3.2 + 3.1 * len(shown), 1.7 + 0.34 * len(names))
+    panels = fig.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
+    for ax, task in zip(panels, shown, strict=True):
+        own = [row for row in rows if row["task"] == task and row["candidate"] != FLOOR]
+        _dots(ax, own, names)
+        ax.set_title(tasks.TITLES[task], fontsize=10, loc="left")
+    titles: dict[str, str] = {**cases.TITLES}
+    panels[0].set_yticks(range(len(names)), [titles.get(name, name) for name in names], fontsize=9)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    _legend_below(fig, panels)
+
+
+def _dots(ax: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
+    ax.set_xscale("log")
+    ax.axvline(1, **LOOKS[FLOOR], lw=1.4, zorder=1)
+    for name in ORDER[::-1]:  # the first on top
+        own = [row for row in rows if family(row["candidate"]) == name]
+        if own:
+            at = [names.index(row["case"]) for row in own]
+            look: dict[str, Any] = LOOKS[name] | {"ls": ""}
+            ax.plot([row["ratios"]["time"] for row in own], at, **look, ms=7)
+    ours = {row["case"]: row["ratios"]["time"] for row in rows if row["candidate"] == PERGRAD}
+    numbers = ax.secondary_yaxis("right")
+    numbers.set_yticks(
+        [names.index(name) for name in ours],
+        [short(ratio) for ratio in ours.values()],
+        color=LOOKS[PERGRAD]["color"],
+        fontsize=9,
+    )
+    numbers.spines["right"].set_visible(False)
+    for side in (ax, numbers):
+        side.tick_params(axis="y", length=0)
+    _plain_log(ax, "x")
+
+
+def growth(fig: Sheet, rows: Sequence[Row]) -> None:
+    """A column for each size: time beside that of `jax.grad` above, temporary memory below."""
+    axes = list(dict.fromkeys(row["axis"] for row in rows))
+    fig.set_size_inches(1.2 + 2.3 * len(axes), 5.2)
+    panels = fig.subplots(2, len(axes), sharey="row", squeeze=False)
+    for (above, below), axis in zip(panels.T, axes, strict=True):
+        own = [row for row in rows if row["axis"] == axis]
+        _curves(above, own, lambda row: row["ratios"]["time"])
+        _curves(below, own, lambda row: row["temp_bytes"] / 1e6)
+        above.tick_params(labelbottom=False)
+        below.set_xlabel(AXES[axis])
+    panels[0, 0].set_ylabel("time, x jax.grad")
+    panels[1, 0].set_ylabel("temporary memory, MB")
+    _legend_below(fig, panels[0])
+
+
+def compile_time(fig: Sheet, rows: Sequence[Row]) -> None:
+    """As the layers become more, and the examples."""
+    axes = list(dict.fromkeys(row["axis"] for row in rows))
+    panels = fig.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    for ax, axis in zip(panels, axes, strict=True):
+        own = [row for row in rows if row["axis"] == axis]
+        _curves(ax, own, lambda row: row["lower_seconds"] + row["compile_seconds"])
+        ax.set_xlabel(AXES[axis])
+    panels[0].set_ylabel("seconds")
+    _legend_below(fig, panels)
+
+
+def _curves(ax: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> None:
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    for name in (*ORDER[::-1], FLOOR):
+        own = sorted((r for r in rows if family(r["candidate"]) == name), key=lambda row: row["size"])
+        if own:
+            x, y = [row["size"] for row in own], [value(row) for row in own]
+            ax.plot(x, y, **LOOKS[name], ms=5, lw=1.6)
+    sizes = sorted({row["size"] for row in rows})
+    ax.set_xticks(sizes, [str(size) for size in sizes])
+    ax.xaxis.set_minor_locator(NullLocator())
+    _plain_log(ax, "y")
+
+
+def _plain_log(ax: Axes, which: str) -> None:
+    """1, 2, 5, 10 and not powers; fewer where there are many decades."""
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    low, high = ax.get_xlim() if which == "x" else ax.get_ylim()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1, 3)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _legend_below(fig: Sheet, panels: Sequence[Axes]) -> None:
+    handles = {
+        label: h for ax in panels for h, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    names = [look["label"] for look in LOOKS.values() if look["label"] in handles]
+    fig.legend(
+        [handles[name] for name in names],
+        names,
+        loc="outside lower center",
+        ncols=len(names),
+        fontsize=9,
+    )

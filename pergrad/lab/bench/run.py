@@ -1,0 +1,191 @@
+"""Everything measured, a row for each candidate, in one JSON file.
+
+A row says what was measured (`part`, `case`, `task`; `axis` and `size` where a model grows), the
+candidate, and its numbers, or why it was `left_out`. The file is written after every comparison, so
+what an interrupted run has measured is there; the same command again, of the same commit, measures the
+rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pergrad.lab import price, runs, tasks
+from pergrad.lab.bench import cases, peak
+from pergrad.lab.config import CaseName, PartName, TaskName
+from pergrad.lab.errors import LabError
+from pergrad.lab.files import disk_errors, to_json
+from pergrad.lab.tasks import FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, VMAP
+from pergrad.lab.timing import Say, to_stderr
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to measure; by default in about 25 minutes on two cores."""
+
+    rounds: int = 10
+    """Timed runs of each candidate, which take turns; the fastest counts."""
+    budget: float = 2.0
+    """Seconds after which a candidate sits out the remaining rounds."""
+    peak: tuple[TaskName, ...] = ("moments",)
+    """Tasks for which each candidate also runs in a process of its own, for the memory of all of it."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise LabError(f"rounds must be at least 1, not {self.rounds}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One comparison."""
+
+    part: str
+    case: str
+    task: str
+    axis: str | None = None
+    size: int | None = None
+
+    def __str__(self) -> str:
+        grown = "" if self.axis is None else f", {self.axis} {self.size}"
+        titles: dict[str, str] = {**tasks.TITLES}
+        return f"{self.case}{grown}: {titles.get(self.task, self.task)}"
+
+
+def items(
+    parts: Sequence[PartName] = (),
+    names: Sequence[str] = (),
+    wanted: Sequence[TaskName] = (),
+) -> list[Item]:
+    """What to measure: all parts, unless cases or tasks are chosen: then these alone."""
+    parts = parts or (("models",) if names or wanted else get_args(PartName))
+    found = []
+    if "models" in parts:
+        found += [
+            Item("models", case, task)
+            for case in names or get_args(CaseName)
+            for task in wanted or get_args(TaskName)
+            if names or case in cases.USUAL[task]
+        ]
+    for part, axes in (("growth", cases.GROWTH), ("compile", cases.COMPILED)):
+        if part in parts:
+            found += [
+                Item(part, "transformer", "moments", axis, size)
+                for axis, (_, sizes) in axes.items()
+                for size in sizes
+            ]
+    return found
+
+
+def run(
+    wanted: Sequence[Item],
+    measure: Callable[[Item], list[Row]],
+    about: Mapping[str, Any],
+    out: Path,
+    say: Say = to_stderr,
+) -> list[Row]:
+    """The rows of all that is wanted, also in the file `out`, with what there is to say `about` them."""
+    with disk_errors(out):  # numbers that cannot be kept are not measured
+        out.parent.mkdir(parents=True, exist_ok=True)
+    rows = _done(out, about)
+    done = comparisons(rows)
+    start = time.monotonic()
+    for index, item in enumerate(wanted, 1):
+        say(f"{index} of {len(wanted)}, {time.monotonic() - start:.0f} s: {item}\n")
+        if item in done:
+            say("  is there already\n")
+            continue
+        rows += measure(item)
+        runs.write_json(out, {"about": about, "results": rows})
+    return rows
+
+
+def about(settings: Settings) -> dict[str, Any]:
+    """Numbers of which all of this is the same can stand beside each other."""
+    return {
+        "versions": runs.versions(),
+        "machine": price.machine(),
+        "settings": dataclasses.asdict(settings),
+    }
+
+
+def _done(out: Path, about: Mapping[str, Any]) -> list[Row]:
+    """The rows of a run of the same code that was interrupted; none if the checkout has changes."""
+    if not out.exists() or about["versions"]["pergrad"].endswith("-dirty"):
+        return []
+    found = runs.read_json(out)
+    return found["results"] if found.get("about") == json.loads(to_json(about)) else []
+
+
+def comparisons(rows: Iterable[Row]) -> dict[Item, list[Row]]:
+    """The rows of each, in order."""
+    found: dict[Item, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_item(row), []).append(row)
+    return found
+
+
+def _item(row: Row) -> Item:
+    return Item(**{field.name: row[field.name] for field in dataclasses.fields(Item)})
+
+
+def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
+    """One comparison of what `items` has, as rows."""
+    names = None
+    match item.part:
+        case "growth":
+            problem, names = _grown(item, cases.GROWTH), (FLOOR, VMAP, MICRO_GRAD, PERGRAD)
+        case "compile":
+            return _compiled(item, _grown(item, cases.COMPILED), say)
+        case _:
+            problem = cases.problem(item.case)
+    found = price.measure(
+        problem.loss,
+        problem.task(item.task),
+        problem.params,
+        problem.batch,
+        names=names,
+        rounds=settings.rounds,
+        budget=settings.budget,
+        say=say,
+    )
+    rows = [{**_head(item, problem), **numbers} for numbers in price.numbers(found.results)]
+    if item.part == "models" and item.task in settings.peak:
+        for row in rows:
+            row["process"] = peak.in_a_process(item.case, item.task, row["candidate"])
+            say(f"  {row['candidate']}: {row['process']['peak_bytes'] / 1e6:.0f} MB in its process\n")
+    left_out = found.left_out.items()
+    return rows + [
+        {**_head(item, problem), "candidate": name, "left_out": why} for name, why in left_out
+    ]
+
+
+def _compiled(item: Item, problem: cases.Problem, say: Say) -> list[Row]:
+    names = (FLOOR, VMAP, f"{MICRO_GRAD}{MICROBATCH}1", PERGRAD)
+    task = problem.task(item.task)
+    programs, _ = price.build(problem.loss, task, problem.params, problem.batch, names=names, say=say)
+    return [
+        {
+            **_head(item, problem),
+            "candidate": name,
+            "lower_seconds": program.lower_seconds,
+            "compile_seconds": program.compile_seconds,
+            "temp_bytes": program.temp_bytes,
+        }
+        for name, program in programs.items()
+    ]
+
+
+def _head(item: Item, problem: cases.Problem) -> dict[str, Any]:
+    return {**dataclasses.asdict(item), "model": dict(problem.about)}
+
+
+def _grown(item: Item, axes: Mapping[str, tuple[str, tuple[int, ...]]]) -> cases.Problem:
+    assert item.axis is not None and item.size is not None
+    return cases.of_model(cases.grown(cases.SMALL, axes[item.axis][0], item.size))
