@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pergrad._call import Call
+from pergrad import _spmd
 from pergrad._plan import Plan
 from pergrad._request import ArgNums, Request, takes_direction
 
@@ -40,9 +40,13 @@ def value_and_stats(
         have no example axis.
       rng_argnums: arguments whose leaves are PRNG keys, typed or raw. Example i of B gets
         `jax.random.split(key, B)[i]`.
-      microbatch_size: how many examples go through the model at a time: None for all, a number, or
-        `"auto"`. Any size gives the same result.
-      spmd_axis_name: not supported yet.
+      microbatch_size: how many examples go through the model at a time, on each device: None for all, a
+        number, or `"auto"`. Any size gives the same result.
+      spmd_axis_name: the axis or axes of the mesh (`jax.set_mesh`) over which the batch is sharded. Each
+        device then works on its own examples and only finished statistics travel. The result is the
+        same: what has an example axis is sharded along it, what is shaped like the parameters is
+        sharded like them. The number of examples must be a multiple of that of devices (pad with
+        `example_weights` of 0). A `Fold` needs a `merge`; for `Gram` what layers saved is gathered.
       strategy: `"auto"`, or the name of one to use wherever it can be used, for comparison;
         `"materialise"` is the plain reference. `"streamed:8"` takes eight examples at a time.
 
@@ -78,7 +82,7 @@ def value_and_stats(
 
     def stats_fn(*args: Any, example_weights: Any = None, **kwargs: Any) -> Any:
         direction = kwargs.pop("direction", None) if takes_direction(stats) else None
-        return Call(request, args, kwargs).run(example_weights, direction)
+        return _spmd.run(request, args, kwargs, example_weights, direction)
 
     return stats_fn
 
@@ -120,6 +124,6 @@ def explain(
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
         if takes_direction(stats):
             kwargs.pop("direction", None)
-        return Call(request, args, kwargs).plan()[1]
+        return _spmd.plan(request, args, kwargs)
 
     return plan_of

@@ -6,22 +6,25 @@ run returns.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from pergrad._choose import Phase
 from pergrad._compat import aval
 from pergrad._cut import Cut, make_cut
+from pergrad._devices import Devices
 from pergrad._errors import ArgumentError
 from pergrad._hoist import hoist
 from pergrad._plan import Plan, make_plan
 from pergrad._request import Request, as_tuple, takes_direction
-from pergrad._run import Outcome, Results, run, run_last
+from pergrad._run import Outcome, Results, part_of_all, run, run_last
 from pergrad._statistics import (
     Accumulator,
     Count,
@@ -42,10 +45,21 @@ from pergrad._whole import Saved, selects
 
 
 class Call:
-    """One call: its arguments, checked and flattened."""
+    """One call: its arguments, checked and flattened.
 
-    def __init__(self, request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    If it is that of one of several `devices`, the batch has the examples of this one, as many as each of
+    the others has, and everything else is the same for all.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        devices: Devices | None = None,
+    ) -> None:
         self.request, self.args, self.kwargs = request, args, kwargs
+        self.devices = devices or Devices()
         self.argnums = self._places("argnums")
         self.batch_argnums = self._places("batch_argnums")
         self.rng_argnums = self._places("rng_argnums")
@@ -54,6 +68,7 @@ class Call:
         self.batch, self.batch_tree = self._flatten_batch()
         self.keys, self.keys_tree = self._flatten_keys()
         self.size: int = self.batch[0].shape[0]
+        self.whole_size = self.devices.number * self.size
         self.wanted = [request.wanted(path) for path in self.paths]
         self._check_statistics()
 
@@ -66,12 +81,13 @@ class Call:
                 )
             per = getattr(statistic, "per", None)
             if isinstance(per, int) and self.size % per:
+                where = " that each device has" if self.devices.axes else ""
                 raise ArgumentError(
-                    f"{statistic!r} needs whole groups of {per} examples, and {self.size} examples "
-                    "cannot be divided into these. Use another batch size, or another `per`."
+                    f"{statistic!r} needs whole groups of {per} examples, and {self.size} examples"
+                    f"{where} cannot be divided into these. Use another batch size, or another `per`."
                 )
             if isinstance(statistic, Variance):
-                self._check_variance(statistic, self.size)
+                self._check_variance(statistic, self.whole_size)
 
     def _places(self, name: str) -> tuple[int, ...]:
         """The argument numbers of this name, counted from the front."""
@@ -156,14 +172,25 @@ class Call:
             for path, leaf in jax.tree_util.tree_leaves_with_path(self.args[n])
         ]
 
-    def run(self, example_weights: Any = None, direction: Any = None) -> Any:
-        """The four steps, and the results."""
+    def checked(
+        self, example_weights: Any, direction: Any
+    ) -> tuple[jax.Array | None, list[jax.Array] | None]:
+        """What is given at the call beside `fun`'s own arguments, as arrays."""
         weights = self._check_weights(example_weights)
-        directions = self._check_direction(direction) if takes_direction(self.request.stats) else None
+        return weights, self._check_direction(direction) if takes_direction(self.request.stats) else None
+
+    def run(
+        self, weights: jax.Array | None = None, directions: Sequence[jax.Array] | None = None
+    ) -> Any:
+        """The four steps, and the results; what is given has been `checked`.
+
+        On one of several devices the results of accumulators are its part of them, which add up.
+        """
         cut, plan = self.plan()
         shares = self._shares(weights)
         outcome = run(cut, plan, self.params, self._examples(), shares, directions)
-        last, pairs = run_last(cut, plan, self.params, outcome)
+        outcome = part_of_all(plan, outcome, self.devices)
+        last, pairs = run_last(cut, plan, self.params, outcome, self.devices)
         return self._assemble(cut, plan, outcome, last, pairs, weights)
 
     def plan(self) -> tuple[Cut, Plan]:
@@ -178,7 +205,7 @@ class Call:
         plan = make_plan(
             cut, self.wanted, self.paths, self.size, request.microbatch_size, request.forced
         )
-        return cut, plan
+        return cut, dataclasses.replace(plan, devices=self.devices.number)
 
     def _check_direction(self, direction: Any) -> list[jax.Array]:
         """The direction as one array for each parameter."""
@@ -232,12 +259,12 @@ class Call:
     def _count(self, weights: jax.Array | None) -> jax.Array:
         """The number of examples, counted with their weights."""
         if weights is None:
-            return jnp.asarray(self.size, jnp.result_type(float))
-        return jnp.sum(weights)
+            return jnp.asarray(self.whole_size, jnp.result_type(float))
+        return self.devices.add(jnp.sum(weights))
 
     def _shares(self, weights: jax.Array | None) -> Weights:
         """Each example's share of the batch."""
-        return 1 / self.size if weights is None else weights / self._count(weights)
+        return 1 / self.whole_size if weights is None else weights / self._count(weights)
 
     def _check_variance(self, variance: Variance, count: float) -> None:
         group = variance.per if isinstance(variance.per, int) else 1
@@ -250,7 +277,11 @@ class Call:
 
     def _examples(self) -> list[jax.Array]:
         """The leaves that differ from example to example, [B, ...]: the batch and the keys."""
-        return [*self.batch, *(jax.random.split(key, self.size) for key in self.keys)]
+        keys = [jax.random.split(key, self.whole_size) for key in self.keys]
+        if self.devices.axes:
+            start = self.devices.first(self.size)
+            keys = [lax.dynamic_slice_in_dim(own, start, self.size) for own in keys]
+        return [*self.batch, *keys]
 
     def arguments(
         self, params: Sequence[Any], batch: Sequence[Any], keys: Sequence[Any] = ()
@@ -318,7 +349,10 @@ class Call:
                 return result
             place = tail.params.index(param)
             units = count * units_per_example(tail, place, per_of(statistic))
-            result = statistic.finish(result, units, aval(cut.program.grads[param]))
+            like = aval(cut.program.grads[param])
+            if self.devices.axes:  # parts are rounded when they have been added up
+                like = jax.ShapeDtypeStruct(like.shape, accumulation_dtype(like.dtype))
+            result = statistic.finish(result, units, like)
             return tail.outward(param, result) if tail.levels else result
 
         def result(statistic: Statistic) -> Any:
@@ -328,16 +362,17 @@ class Call:
                 return count
             own = enumerate(statistic.leaves(path) for path in self.paths)
             leaves = [of_leaf(leaves[-1], i) if leaves else None for i, leaves in own]
-            return statistic.of_leaves(leaves, self._like_params)
+            return statistic.of_leaves(leaves, self.like_params)
 
         dtype = outcome.losses.dtype
         losses = outcome.losses.astype(accumulation_dtype(dtype))
-        value = jnp.sum(weigh(losses, self._shares(w))).astype(dtype)
+        value = self.devices.add(jnp.sum(weigh(losses, self._shares(w)))).astype(dtype)
         if self.request.has_aux:
             value = value, jax.tree.unflatten(cut.program.aux_tree, outcome.aux)
         return value, jax.tree.map(result, self.request.stats)
 
-    def _like_params(self, leaves: Sequence[Any]) -> Any:
+    def like_params(self, leaves: Sequence[Any]) -> Any:
+        """A tree like the parameters, or several, with these leaves."""
         trees = jax.tree.unflatten(self.params_tree, leaves)
         return trees[0] if isinstance(self.request.argnums, int) else trees
 
@@ -352,8 +387,8 @@ def _as_array(x: Any) -> Any:
 
 
 def _is_concrete(x: jax.Array) -> bool:
-    """Whether the numbers can be looked at, which they cannot under `jit`."""
-    return not isinstance(x, Tracer)
+    """Whether the numbers can be looked at: not under `jit`, nor if other processes have some."""
+    return not isinstance(x, Tracer) and x.is_fully_addressable
 
 
 def _is_one_key(x: Any) -> bool:

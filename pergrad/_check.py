@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pergrad import _compat
+from pergrad import _compat, _spmd
 from pergrad._call import Call
 from pergrad._compat import JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
@@ -70,8 +70,12 @@ def check(
         @jax.jit
         def both(params: Sequence[Any], batch: Sequence[Any]) -> Any:
             args = call.arguments(params, batch)
-            each = Call(request, args, kwargs).run()
-            return each, jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
+            each = _spmd.run(request, args, kwargs)
+            return each, _spmd.with_automatic_axes(request, whole_gradient, params, batch)
+
+        def whole_gradient(params: Sequence[Any], batch: Sequence[Any]) -> Any:
+            args = call.arguments(params, batch)
+            return jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
 
         (value, (mean, square, losses)), (whole, gradient) = both(call.params, call.batch)
         value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)
@@ -147,7 +151,7 @@ def _if_weighted(seen: _Seen) -> str | None:
     if seen.mean.size < 2 * call.size or seen.mean.size * call.size > LARGEST_DIAGNOSIS:
         return None
     individual = Request(call.request.fun, Individual(), **_options(call.request))
-    _, gradients = Call(individual, call.args, call.kwargs).run()
+    _, gradients = _spmd.run(individual, call.args, call.kwargs)
     rows = np.concatenate(
         [np.asarray(g, np.float64).reshape(call.size, -1) for g in jax.tree.leaves(gradients)], axis=1
     )
@@ -167,7 +171,7 @@ def _if_weighted(seen: _Seen) -> str | None:
 
 
 def _options(request: Request) -> dict[str, Any]:
-    names = ("argnums", "batch_argnums", "has_aux", "keep_batch_dim")
+    names = ("argnums", "batch_argnums", "has_aux", "keep_batch_dim", "spmd_axis_name")
     return {name: getattr(request, name) for name in names}
 
 

@@ -21,7 +21,7 @@ from pergrad._whole import ClippedMean, SquaredNorm
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One parameter's line in the table. Operations and bytes are for the whole batch."""
+    """One parameter's line in the table. Operations and bytes are for the examples of a device."""
 
     path: str
     shape: tuple[int, ...]
@@ -39,7 +39,8 @@ class Plan:
 
     `operations` are floating-point operations, `bytes` is temporary memory, both estimated for the
     whole batch; `plain_operations` and `plain_bytes` are those of `jax.grad`. Microbatches are made of
-    whole groups of `group_size` examples.
+    whole groups of `group_size` examples. If several `devices` share the batch, all of that
+    is for one of them, with the `batch_size` examples that it has.
     """
 
     rows: tuple[Row, ...]
@@ -52,6 +53,7 @@ class Plan:
     bytes: float
     plain_bytes: float
     tails: tuple[TailPlan, ...] = dataclasses.field(repr=False)
+    devices: int = 1
 
     def __str__(self) -> str:
         return _as_table(self)
@@ -267,9 +269,10 @@ def _as_table(plan: Plan) -> str:
     at_a_time = (
         "all at once" if plan.microbatch_size == plan.batch_size else f"{plan.microbatch_size} at a time"
     )
+    each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
     lines += [
         "",
-        f"{plan.batch_size} examples, {at_a_time}, planned for {plan.backend}",
+        f"{plan.batch_size} examples{each}, {at_a_time}, planned for {plan.backend}",
         f"operations: {_short(plan.operations)}, "
         f"{_ratio(plan.operations, plan.plain_operations)} x jax.grad",
         f"temporary memory: {_short(plan.bytes)}B, {_ratio(plan.bytes, plan.plain_bytes)} x jax.grad "

@@ -53,15 +53,24 @@ class Request:
                 f"microbatch_size must be None, 'auto' or a number of at least 1, not {size!r}."
             )
         if self.spmd_axis_name is not None:
-            raise ArgumentError(
-                "spmd_axis_name is not supported yet: this version works on one device. Leave it out."
-            )
+            if not self.axes or not all(isinstance(name, str) for name in self.axes):
+                raise ArgumentError(
+                    "spmd_axis_name must be None, the name of a mesh axis or several names, not "
+                    f"{self.spmd_axis_name!r}."
+                )
+            if len(set(self.axes)) < len(self.axes):
+                raise ArgumentError(f"spmd_axis_name={self.spmd_axis_name!r} names an axis twice.")
         _as_forced(self.strategy)
 
     @property
     def forced(self) -> Forced:
         """What the strategy's name means."""
         return _as_forced(self.strategy)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the batch is sharded."""
+        return () if self.spmd_axis_name is None else as_tuple(self.spmd_axis_name)
 
     def _check_statistics(self) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(self.stats)

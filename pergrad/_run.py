@@ -14,7 +14,9 @@ For clipped means tails are called once more, with other weights, when all norms
 needs the gradients of all examples side by side comes last, from their factors, which are kept for it.
 
 Microbatches are a `lax.scan` around all that, which hands the states on. A batch or microbatch of one
-example runs without `vmap`: an axis of length 1 in front would only be in XLA's way (see `_squeeze`).
+example runs without `vmap`: an axis of length 1 in front would only be in XLA's way (see `_squeeze`). If
+several devices share the batch, each does all of that with its own examples, and has then a part of the
+states of all.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from jax.custom_batching import custom_vmap
 from pergrad._choose import Choice, Phase
 from pergrad._compat import aval
 from pergrad._cut import Cut, CutLoop, Part
+from pergrad._devices import Devices
 from pergrad._eval import Env, evaluate, read
 from pergrad._factors import FactorPair, depends_on_cotangent, factor_pair
 from pergrad._flow import evaluate_still, needed_equations
@@ -105,12 +108,27 @@ def run(
     return Outcome(losses, aux, _either(states, readings), factors)
 
 
+def part_of_all(plan: Plan, outcome: Outcome, devices: Devices) -> Outcome:
+    """The outcome with this device's part of the states of all, for accumulators."""
+    if not devices.axes:
+        return outcome
+    results = [
+        [
+            s.part_of_all(x, devices) if isinstance(s, Accumulator) else x
+            for (_, s), x in zip(t.running(), own, strict=True)
+        ]
+        for t, own in zip(plan.tails, outcome.results, strict=True)
+    ]
+    return outcome._replace(results=results)
+
+
 def run_last(
-    cut: Cut, plan: Plan, params: Sequence[Any], outcome: Outcome
+    cut: Cut, plan: Plan, params: Sequence[Any], outcome: Outcome, devices: Devices
 ) -> tuple[Results, dict[int, FactorPair | None]]:
     """The last phase: what needs the factors of all examples.
 
-    For each tail the results of its jobs, and by the number of the parameter its pair of factors.
+    For each tail the results of its jobs, and by the number of the parameter its pair of factors. Inner
+    products are those of the own examples with all: for them the factors of all devices are gathered.
     """
     program = cut.program
     kept = [plan.tails[n].tail for n in outcome.factors]
@@ -125,11 +143,19 @@ def run_last(
         jobs = t.jobs(Phase.LAST)
         factors, constants = outcome.factors.get(n, []), [env[v] for v in t.tail.constants if v in env]
         examples = Examples(plan.batch_size, 1 / plan.batch_size, factors, constants)
-        results.append(_reduce(t.tail, t.of(Phase.LAST), jobs, [None] * len(jobs), examples))
+        everybody = _of_all(examples, devices) if jobs else examples
+        results.append(_reduce(t.tail, t.of(Phase.LAST), jobs, [None] * len(jobs), everybody))
         if t.hands_out_factors:
             pair = factor_pair(t.tail, late, examples)
             pairs |= dict.fromkeys(t.tail.params, pair)
     return results, pairs
+
+
+def _of_all(examples: Examples, devices: Devices) -> Examples:
+    """The examples of all devices, of which some are here."""
+    here = devices.first(examples.size), examples.size
+    size, factors = devices.number * examples.size, [devices.join(x) for x in examples.factors]
+    return Examples(size, 1 / size, factors, examples.constants, here if devices.axes else None)
 
 
 def _run_at_once(

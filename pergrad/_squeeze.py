@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as p
+from jax.sharding import AxisType
 
 from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Primitive, aval
@@ -41,13 +42,18 @@ def evaluate_squeezed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     """The results of an equation, without axes of length 1 if its primitive can do without."""
     rule = RULES.get(eqn.primitive)
     has_unit_axes = any(1 in aval(v).shape for v in (*eqn.invars, *eqn.outvars))
-    is_sharded = any(value is not None for name, value in eqn.params.items() if "sharding" in name)
+    is_sharded = any(_is_explicit(value) for name, value in eqn.params.items() if "sharding" in name)
     if rule is not None and has_unit_axes and not is_sharded:
         with _compat.at_line_of(eqn):
             out = rule(eqn, [squeezed(x) for x in ins])
         if out is not None:
             return out if isinstance(out, list) else [out]
     return _compat.bind(eqn, [as_known(x, v) for x, v in zip(ins, eqn.invars, strict=True)])
+
+
+def _is_explicit(sharding: Any) -> bool:
+    """Whether a sharding says something: on a mesh of automatic axes all equations have an empty one."""
+    return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _kept(shape: Sequence[int]) -> dict[int, int]:

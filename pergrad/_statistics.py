@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pergrad._devices import Devices
 from pergrad._errors import ArgumentError
 
 State = Any
@@ -125,6 +126,14 @@ class Accumulator(LeafStatistic, abc.ABC):
     @abc.abstractmethod
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         """Takes in gradients `gs` [B, ...] with their weights `w`, [B] or one for all."""
+
+    @abc.abstractmethod
+    def part_of_all(self, state: State, devices: Devices) -> State:
+        """This device's part of the state of all `devices`.
+
+        What `finish` makes of the parts adds up to the result; for a `Fold` it is the result on the
+        first device. The leaves of a state may have the steps of loops in front.
+        """
 
     @abc.abstractmethod
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
@@ -285,6 +294,9 @@ class Mean(Accumulator):
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         return state + weighted_sum(self.apply(gs), w)
 
+    def part_of_all(self, state: State, devices: Devices) -> State:
+        return state
+
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         return state.astype(like.dtype) if self.phi is None else state
 
@@ -367,6 +379,14 @@ class Variance(Accumulator):
         d = mean_b - mean_a
         return share, mean_a + d * of_b, m2_a + m2_b + jnp.square(d) * (s_a * of_b)
 
+    def part_of_all(self, state: State, devices: Devices) -> State:
+        # share = sum s,  mean = sum s mean_s / share,  M2 = sum (M2_s + s (mean_s - mean)^2)
+        s, mean_s, m2_s = state
+        share = devices.add(s)
+        over = _positive(share).reshape(s.shape + (1,) * (mean_s.ndim - s.ndim))
+        mean = devices.add(weigh(mean_s, s)) / over
+        return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)
+
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         _, _, m2 = state
         count = count.astype(m2.dtype)
@@ -405,6 +425,10 @@ class Fold(Accumulator):
     example's gradient, `finish(state)` makes the result, by default the state itself. An example of
     weight 0 is passed over; any other weight counts as one.
 
+    On several devices (`spmd_axis_name`) each takes in its own examples, and `merge(a, b)` makes one
+    state of that of some examples and that of those which follow them. A state of no examples, as
+    `init` makes it, must add nothing. Without `merge` several devices are refused.
+
     >>> largest = pg.Fold(jnp.zeros_like, lambda s, g: jnp.maximum(s, jnp.abs(g)))
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> pg.grad_stats(loss, largest)(jnp.float32(1), jnp.array([1.0, -3.0]))
@@ -414,25 +438,30 @@ class Fold(Accumulator):
     init_state: Callable[[jax.Array], Any]
     update: Callable[[Any, jax.Array], Any]
     finish_state: Callable[[Any], Any] | None = None
+    merge: Callable[[Any, Any], Any] | None = None
 
     def __init__(
         self,
         init: Callable[[jax.Array], Any],
         update: Callable[[Any, jax.Array], Any],
         finish: Callable[[Any], Any] | None = None,
+        *,
+        merge: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        for name, function in {"init": init, "update": update, "finish": finish}.items():
-            if not callable(function) and not (name == "finish" and function is None):
+        functions = {"init": init, "update": update, "finish": finish, "merge": merge}
+        for name, function in functions.items():
+            if not callable(function) and not (name in ("finish", "merge") and function is None):
                 raise ArgumentError(f"Fold: {name} must be a function, not {function!r}.")
         object.__setattr__(self, "init_state", init)
         object.__setattr__(self, "update", update)
         object.__setattr__(self, "finish_state", finish)
+        object.__setattr__(self, "merge", merge)
 
     @property
     def merging(self) -> Merging:
         raise ArgumentError(
-            f"{self!r} cannot be combined: how two states are merged is not known. Use it on one batch; "
-            "with microbatch_size that may be large."
+            f"{self!r} cannot be combined: its results are finished, and states are not known any more. "
+            "Use it on one batch, which may be large: with microbatch_size, or on several devices."
         )
 
     def init(self, like: Shaped) -> State:
@@ -440,15 +469,7 @@ class Fold(Accumulator):
         return jax.tree.map(jnp.asarray, state)
 
     def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        new = self.update(state, g)
-        old_types, new_types = (
-            jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (state, new)
-        )
-        if old_types != new_types:
-            raise ArgumentError(
-                "Fold: update must return a state like the one that init made, of the same tree, "
-                f"shapes and dtypes. init: {old_types}; update: {new_types}."
-            )
+        new = self._checked("update", self.update(state, g), state)
         if not isinstance(w, jax.Array):
             return new
         return jax.tree.map(lambda n, s: jnp.where(w > 0, n, s), new, state)
@@ -457,6 +478,27 @@ class Fold(Accumulator):
         if not isinstance(w, jax.Array):
             return lax.scan(lambda s, g: (self.add(s, g, w), None), state, gs)[0]
         return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
+
+    def part_of_all(self, state: State, devices: Devices) -> State:
+        merge = self.merge
+        if merge is None:
+            raise ArgumentError(
+                f"{self!r} cannot be used with spmd_axis_name: how the states of two devices are merged "
+                "is not known. Give it a `merge`, a function of two states, or leave spmd_axis_name out."
+            )
+        return devices.merge(lambda a, b: self._checked("merge", merge(a, b), a), state)
+
+    def _checked(self, who: str, new: Any, old: Any) -> Any:
+        """The new state, if it is like the old one."""
+        old_types, new_types = (
+            jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (old, new)
+        )
+        if old_types != new_types:
+            raise ArgumentError(
+                f"Fold: {who} must return a state like the one that init made, of the same tree, "
+                f"shapes and dtypes. init: {old_types}; {who}: {new_types}."
+            )
+        return new
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         return state if self.finish_state is None else self.finish_state(state)

@@ -67,9 +67,9 @@ class Projection(Reading):
 class Pairs(LeafStatistic):
     """`<g_i, g_j>` of one parameter's gradients, [B, B]."""
 
-    def of_all(self, gs: jax.Array) -> jax.Array:
-        gs = wide(gs).reshape(len(gs), -1)
-        return gs @ gs.T
+    def of_all(self, own: jax.Array, gs: jax.Array) -> jax.Array:
+        own, gs = (wide(x).reshape(len(x), -1) for x in (own, gs))
+        return own @ gs.T
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,15 +142,16 @@ def outliers(norms: jax.Array, threshold: float = 3.5) -> jax.Array:
 # sqrt(2 / pi) = 0.80 for Gaussian gradients, 0.58 for uniform ones, 1.41 for Laplace's. f(0) is the
 # share of examples in (-h sigma, h sigma) over its width. That has an error of order h where the density
 # has a kink at 0, as Laplace's, which cancels in twice the share of half the width less that of the
-# whole. An example is held against the deviation of those before it, of which there are some at least.
-# Exact zeros are no density.
+# whole. An example is held against the deviation of those before it on its device, of which there are
+# some at least. Exact zeros are no density.
 _WIDTH = 0.2
 _BEFORE = 8
 
 
 def _start_sign_factor(zeros: jax.Array) -> Any:
     zeros = wide(zeros)
-    return {"n": jnp.zeros((), zeros.dtype), "mean": zeros, "m2": zeros, "near": zeros}
+    none = jnp.zeros((), zeros.dtype)
+    return {"n": none, "trials": none, "mean": zeros, "m2": zeros, "near": zeros}
 
 
 def _feed_sign_factor(state: Any, g: jax.Array) -> Any:
@@ -166,20 +167,28 @@ def _feed_sign_factor(state: Any, g: jax.Array) -> Any:
     away = g - state["mean"]
     mean = state["mean"] + away / (n + 1)
     m2 = state["m2"] + away * (g - mean)
-    return {"n": n + 1, "mean": mean, "m2": m2, "near": state["near"] + near}
+    trials = state["trials"] + (n >= _BEFORE)
+    return {"n": n + 1, "trials": trials, "mean": mean, "m2": m2, "near": state["near"] + near}
+
+
+def _merge_sign_factors(a: Any, b: Any) -> Any:
+    sums = {name: a[name] + b[name] for name in ("n", "trials", "m2", "near")}
+    of_b, away = b["n"] / jnp.maximum(sums["n"], 1), b["mean"] - a["mean"]
+    m2 = sums["m2"] + jnp.square(away) * (a["n"] * of_b)
+    return sums | {"mean": a["mean"] + away * of_b, "m2": m2}
 
 
 def _read_sign_factor(state: Any) -> jax.Array:
-    trials = jnp.maximum(state["n"] - _BEFORE, 0)
+    trials = state["trials"]
     is_known = (state["m2"] > 0) & (trials > 0)
     return jnp.where(is_known, state["near"] / jnp.maximum(trials, 1), jnp.nan)
 
 
-SIGN_FACTOR = Fold(_start_sign_factor, _feed_sign_factor, _read_sign_factor)
+SIGN_FACTOR = Fold(_start_sign_factor, _feed_sign_factor, _read_sign_factor, merge=_merge_sign_factors)
 """A statistic: 2 f(0) sigma in each coordinate, the part of the signal-to-noise ratio that a sign keeps.
 
 From one batch it is rough: average it over many coordinates with `jnp.nanmean`. NaN where all examples
-agree and in batches of at most 8.
+agree and in batches of at most 8. On several devices these are the first 8 of each.
 """
 
 

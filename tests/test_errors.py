@@ -184,8 +184,19 @@ def test_unknown_strategy(name):
         call(strategy=name)
 
 
-def test_axis_name_is_not_supported_yet():
-    with refused(pg.ArgumentError, "spmd_axis_name", "not supported yet"):
+@pytest.mark.parametrize("name", [3, (), ("data", 2), True])
+def test_axis_name(name):
+    with refused(pg.ArgumentError, "spmd_axis_name", "mesh axis", repr(name)):
+        call(spmd_axis_name=name)
+
+
+def test_axis_named_twice():
+    with refused(pg.ArgumentError, "spmd_axis_name", "twice"):
+        call(spmd_axis_name=("data", "data"))
+
+
+def test_no_mesh():
+    with refused(pg.ArgumentError, "spmd_axis_name='data'", "jax.set_mesh"):
         call(spmd_axis_name="data")
 
 

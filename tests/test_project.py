@@ -19,8 +19,9 @@ from tests import pages
 from tests.pages import ROOT
 
 PACKAGE = ROOT / "pergrad"
-# test_frameworks.py runs docs/frameworks.md, and looks at its results.
-PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md")} - {ROOT / "docs" / "frameworks.md"})
+# test_frameworks.py runs docs/frameworks.md, and looks at its results; docs/devices.md needs devices.
+ELSEWHERE = {ROOT / "docs" / "frameworks.md", ROOT / "docs" / "devices.md"}
+PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md")} - ELSEWHERE)
 
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
@@ -33,6 +34,7 @@ ROOMS = {"noise", "optim", "scaling"}
 # Every module imports from those above it alone.
 ORDER = [
     "pergrad._errors",
+    "pergrad._devices",
     "pergrad._compat",
     "pergrad._cost",
     "pergrad._eval",
@@ -72,6 +74,7 @@ ORDER = [
     "pergrad._run",
     "pergrad._request",
     "pergrad._call",
+    "pergrad._spmd",
     "pergrad._check",
     "pergrad._combine",
     "pergrad._api",
@@ -94,6 +97,7 @@ ORDER = [
     "pergrad.lab.data",
     "pergrad.lab.model",
     "pergrad.lab.optimizers",
+    "pergrad.lab.devices",
     "pergrad.lab.runs",
     "pergrad.lab.train",
     "pergrad.lab.events",

@@ -32,24 +32,46 @@ Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
 
 
 def train(
-    config: Annotated[Train, Flat], run_dir: Path | None = None, tensorboard: bool = False
+    config: Annotated[Train, Flat],
+    run_dir: Path | None = None,
+    tensorboard: bool = False,
+    mesh: str | None = None,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
 ) -> None:
     """Train a language model.
 
-    The same command again goes on with an interrupted run.
+    The same command again goes on with an interrupted run, also on other devices.
 
     Args:
         config: what to train.
         run_dir: where the run is written; by default in `runs`, named after the options.
         tensorboard: also write event files for TensorBoard into the run's directory.
+        mesh: the devices: `data=4` share the examples, `data=2,model=2` also the parameters.
+        coordinator_address: of several processes, HOST:PORT of the first; `auto` on a cluster.
+        num_processes: how many there are. All see the same run directory; the first one writes.
+        process_id: which of them this is, from 0.
     """
-    from pergrad.lab import events, runs, train  # they load Flax, which `--help` can do without
+    from pergrad.lab import devices  # these load JAX and Flax, which `--help` can do without
 
-    console = Console()
+    devices.join(coordinator_address, num_processes, process_id)
+    with devices.together():
+        _train(config, run_dir, tensorboard, mesh)
+
+
+def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | None) -> None:
+    from pergrad.lab import devices, events, runs, train
+
     directory = run_dir or runs.directory(Path("runs"), config)
+    place = devices.make_place(mesh)
+    if not devices.is_first():
+        train.train(config, directory, place=place)
+        return
+    console = Console()
     bar = ProgressBar(console)
     try:
-        result = train.train(config, directory, bar)
+        result = train.train(config, directory, bar, place)
     finally:
         bar.close()
     if tensorboard:

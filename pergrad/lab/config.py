@@ -1,7 +1,8 @@
 """What a run is asked to do: plain dataclasses, from which the command line is made.
 
 Everything that can change a number is in here, so that two runs with equal configurations, data and
-versions have equal metrics, bit for bit.
+versions have equal metrics, bit for bit, if they run on the same devices. On others they differ by
+rounding: where a run lies (`devices`) may change while it goes on.
 """
 
 from __future__ import annotations

@@ -30,12 +30,10 @@ class ProgressBar:
         self.console = console
         self._progress: Progress | None = None
 
-    def start(self, config: Train, step: int, price: Callable[[], float]) -> None:
+    def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None:
         if step:
             self.console.print(f"going on after step {step}")
-        with self.console.status("measuring what the statistics cost"):
-            measured = price()
-        self.console.print(f"statistics and mean gradient take {measured:.2f} x jax.grad (measured)")
+        shown = "" if price is None else self._measured(price)
         self._unit, self._per_step = _work(config)
         self._first, self._began = step, time.monotonic()
         self._progress = Progress(
@@ -44,7 +42,7 @@ class ProgressBar:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
-            TextColumn(f"{measured:.2f} x grad"),
+            TextColumn(shown),
             TimeRemainingColumn(compact=True),
             console=self.console,
         )
@@ -52,6 +50,12 @@ class ProgressBar:
             config.optimizer, total=config.steps, completed=step, loss="-", speed=""
         )
         self._progress.start()
+
+    def _measured(self, price: Callable[[], float]) -> str:
+        with self.console.status("measuring what the statistics cost"):
+            measured = price()
+        self.console.print(f"statistics and mean gradient take {measured:.2f} x jax.grad (measured)")
+        return f"{measured:.2f} x grad"
 
     def advance(self, row: dict[str, Any]) -> None:
         assert self._progress is not None

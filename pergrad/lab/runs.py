@@ -7,7 +7,8 @@
 
 A step's metrics are on disk before a checkpoint of it is, so going on from the last checkpoint means to
 cut `metrics.jsonl` after its step. Files are written under another name and moved into place: whatever
-happens, what is there under its own name is whole. A lock keeps a second process out.
+happens, what is there under its own name is whole. A lock keeps a second process out. Where several
+processes are one run, the first of them writes, and checkpoints are made by all together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from pergrad.lab import config as configs
+from pergrad.lab import devices
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors, replace, to_json
 
@@ -86,7 +88,7 @@ def directory(root: Path, config: configs.Train) -> Path:
 
 
 class Run:
-    """A run's directory, opened for one process."""
+    """A run's directory, opened for one process, or for each of several that are one run."""
 
     def __init__(self, path: Path, config: configs.Train, data_digest: str, data_name: str) -> None:
         self.path, self.config = path, config
@@ -97,6 +99,21 @@ class Run:
             self._opened = opened.pop_all()
 
     def _open(self, opened: contextlib.ExitStack, about: Any) -> None:
+        if devices.is_first():
+            self._open_files(opened, about)
+        # What several devices have is written by one of them. To share that takes longer for states of
+        # this size, and does not work with JAX before 0.8.
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+        with disk_errors(self.path):
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self.config.keep or None, create=True, enable_async_checkpointing=False
+            )
+            manager = ocp.CheckpointManager((self.path / "checkpoints").resolve(), options=options)
+            self._checkpoints = opened.enter_context(contextlib.closing(manager))
+
+    def _open_files(self, opened: contextlib.ExitStack, about: Any) -> None:
+        """What the first process has for itself."""
         path = self.path
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -116,11 +133,6 @@ class Run:
             write_json(file, about | {"versions": versions()})
         with disk_errors(path):
             self._metrics = opened.enter_context((path / "metrics.jsonl").open("a+b"))
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=self.config.keep or None, create=True, enable_async_checkpointing=False
-            )
-            manager = ocp.CheckpointManager((path / "checkpoints").resolve(), options=options)
-            self._checkpoints = opened.enter_context(contextlib.closing(manager))
 
     def _check_same(self, old: Any, new: Any) -> None:
         if not isinstance(old, dict) or not {"config", "data"} <= old.keys():
@@ -152,12 +164,15 @@ class Run:
         return read_metrics(self.path)
 
     def log(self, rows: list[dict[str, Any]]) -> None:
+        if not devices.is_first():
+            return
         with disk_errors(self.path / "metrics.jsonl"):
             self._metrics.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def save(self, step: int, state: Any) -> None:
         """The state after so many steps; everything logged until now is on disk first."""
-        self._flush()
+        if devices.is_first():
+            self._flush()
         leaves = {str(i): _storable(x) for i, x in enumerate(jax.tree.leaves(state))}
         with disk_errors(self.path / "checkpoints"):
             self._checkpoints.save(
@@ -180,7 +195,8 @@ class Run:
         state = like
         if step is not None:
             state = self.read(step, like)
-        self._cut_metrics(step or 0)
+        if devices.is_first():
+            self._cut_metrics(step or 0)
         return step or 0, state
 
     def read(self, step: int, like: Any) -> Any:

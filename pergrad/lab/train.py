@@ -19,8 +19,9 @@ import optax
 from flax import nnx
 
 import pergrad as pg
-from pergrad.lab import data, model, optimizers, timing
+from pergrad.lab import data, devices, model, optimizers, timing
 from pergrad.lab.config import Train
+from pergrad.lab.devices import Place
 from pergrad.lab.runs import Run, plain
 
 VALIDATION_EXAMPLES = 256  # of each half
@@ -55,10 +56,11 @@ class Observer(Protocol):
     """Who watches a run, such as a progress bar.
 
     `price()` measures the time of the statistics as a multiple of `jax.grad`'s. It takes a while, and
-    works only during `start`: the first step gives the parameters away.
+    works only during `start`: the first step gives the parameters away. Of several processes only one
+    is watched, and a measurement would need all: there is none.
     """
 
-    def start(self, config: Train, step: int, price: Callable[[], float]) -> None: ...
+    def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None: ...
 
     def advance(self, row: dict[str, Any]) -> None: ...
 
@@ -89,7 +91,7 @@ def make_problem(config: Train) -> Problem:
 class Unwatched:
     """Nobody watches."""
 
-    def start(self, config: Train, step: int, price: Callable[[], float]) -> None:
+    def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None:
         pass
 
     def advance(self, row: dict[str, Any]) -> None:
@@ -97,24 +99,28 @@ class Unwatched:
 
 
 UNWATCHED = Unwatched()
+ANYWHERE = Place()
 
 
-def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[str, Any]:
+def train(
+    config: Train, run_dir: Path, observer: Observer = UNWATCHED, place: Place = ANYWHERE
+) -> dict[str, Any]:
     """Runs, or goes on with, or only reads a finished run; returns what `result.json` has."""
+    place.check(config.batch_size)
     problem = make_problem(config)
     with Run(run_dir, config, problem.digest, problem.name) as run:
         if run.result is not None:
             return run.result
-        program = _program(_without_numbers(config), problem.digest)
-        monitor, params = program.monitor, problem.params
-        done, state = run.restore(_start(config, program, params))
-        first, mean = problem.batches[0], jax.value_and_grad(problem.loss)
-        observer.start(config, done, lambda: timing.ratio(program.stats, mean, params, first))
+        program = _program(_without_numbers(config), problem.digest, place)
+        monitor = program.monitor
+        done, state = run.restore(place.spread(_start(config, program, problem.params)))
+        observer.start(config, done, _price(problem, program, state.params, place))
+        halves = {"tune_loss": place.examples(problem.tune), "test_loss": place.examples(problem.test)}
 
         waiting: list[dict[str, Any]] = []
         diverged = False
         while done < config.steps and not diverged:
-            batch, rate = problem.batches[done], optimizers.learning_rate(config, done)
+            batch, rate = place.examples(problem.batches[done]), optimizers.learning_rate(config, done)
             state, metrics = program.step(state, batch, rate)
             done += 1
             row = {"step": done, **metrics, "learning_rate": rate, "examples": done * config.batch_size}
@@ -124,7 +130,6 @@ def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[
             is_checkpoint = done % config.checkpoint_every == 0
             is_validated = done % config.validate_every == 0 or done == config.steps
             if is_validated:
-                halves = {"tune_loss": problem.tune, "test_loss": problem.test}
                 row |= {name: program.validate(state.params, part) for name, part in halves.items()}
             waiting.append(row)
             if is_checkpoint or is_validated or len(waiting) == FETCHED:
@@ -135,16 +140,27 @@ def train(config: Train, run_dir: Path, observer: Observer = UNWATCHED) -> dict[
                     observer.advance(row)
             if is_checkpoint and not diverged:
                 run.save(done, state)
-        result = _result(run.rows(), config, diverged)
-        run.finish(result)
-        return result
+        if devices.is_first():
+            run.finish(_result(run.rows(), config, diverged))
+        devices.wait_for_others("the result")
+        assert run.result is not None
+        return run.result
+
+
+def _price(
+    problem: Problem, program: _Program, params: Tree, place: Place
+) -> Callable[[], float] | None:
+    if jax.process_count() > 1:
+        return None
+    first, mean = place.examples(problem.batches[0]), jax.value_and_grad(problem.loss)
+    return lambda: timing.ratio(program.stats, mean, params, first)
 
 
 def parameters(config: Train, run_dir: Path) -> dict[int, Tree]:
     """The parameters of a run's checkpoints, by step."""
     problem = make_problem(config)
     with Run(run_dir, config, problem.digest, problem.name) as run:
-        program = _program(_without_numbers(config), problem.digest)
+        program = _program(_without_numbers(config), problem.digest, ANYWHERE)
         start = _start(config, program, problem.params)
         return {step: run.read(step, start).params for step in run.saved}
 
@@ -168,12 +184,12 @@ def _without_numbers(config: Train) -> Train:
 
 
 @functools.lru_cache(maxsize=32)
-def _program(config: Train, data_digest: str) -> _Program:
+def _program(config: Train, data_digest: str, place: Place) -> _Program:
     """Everything that runs on the device; `data_digest` is there to tell data of the same name apart."""
     loss = make_problem(config).loss
     tx = optimizers.make(config)
     monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
-    options: Any = {"microbatch_size": config.microbatch_size}
+    options: Any = {"microbatch_size": config.microbatch_size, "spmd_axis_name": place.batch_axis}
     stats_fn = pg.value_and_stats(loss, tx.stats, **options)
     noise_fn = pg.grad_stats(loss, monitor.stats, **options)
 
@@ -183,10 +199,11 @@ def _program(config: Train, data_digest: str) -> _Program:
         updates = jax.tree.map(lambda u: rate * u, updates)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(stats["mean"])}
-        return state._replace(params=params, optimizer=optimizer), metrics
+        return place.kept(state._replace(params=params, optimizer=optimizer)), metrics
 
     def noise(state: State, batch: Any) -> State:
-        return state._replace(noise=monitor.update(noise_fn(state.params, batch), state.noise))
+        stats = noise_fn(state.params, batch)
+        return place.kept(state._replace(noise=monitor.update(stats, state.noise)))
 
     return _Program(
         tx,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+from jax import lax
 
 from pergrad._statistics import LeafStatistic, Weights, total
 from pergrad._tail import Tail
@@ -18,13 +19,19 @@ class Examples:
     """What a tail is reduced over: `size` examples.
 
     Their shares of the whole batch are `weights`, [size] or one for all. The tail's factors are
-    [size, ...], its constants are as they are.
+    [size, ...], its constants are as they are. Inner products of pairs are wanted for those that are
+    `here`, the first and how many, with all; None: for all of them.
     """
 
     size: int
     weights: Weights
     factors: list[jax.Array]
     constants: list[jax.Array]
+    here: tuple[Any, int] | None = None
+
+    def those_here(self, x: jax.Array) -> jax.Array:
+        """Of an array [size, ...] the part of the examples that are here."""
+        return x if self.here is None else lax.dynamic_slice_in_dim(x, *self.here)
 
     @property
     def total(self) -> jax.Array | float:

@@ -47,7 +47,8 @@ class Gram(Strategy):
         x, d = product.in_rows(env)
         square = jnp.square(tail.similarity(env, x.dtype))
         return [
-            square * (self._pairs(x, d) if isinstance(job.statistic, Pairs) else self._norms(x, d))
+            square
+            * (self._pairs(x, d, examples) if isinstance(job.statistic, Pairs) else self._norms(x, d))
             for job in jobs
         ]
 
@@ -60,15 +61,15 @@ class Gram(Strategy):
 
         return self._map(norm, x, d)
 
-    def _pairs(self, x: jax.Array, d: jax.Array) -> jax.Array:
+    def _pairs(self, x: jax.Array, d: jax.Array, examples: Examples) -> jax.Array:
         def row(x_i: jax.Array, d_i: jax.Array) -> jax.Array:
             xs, ds = jnp.einsum("gta,jgsa->gtjs", x_i, x), jnp.einsum("gtb,jgsb->gtjs", d_i, d)
             return jnp.sum(xs * ds, axis=(0, 1, 3))
 
         if x.shape[1] == x.shape[2] == 1:
             x, d = x[:, 0, 0], d[:, 0, 0]
-            return (x @ x.T) * (d @ d.T)
-        return self._map(row, x, d)
+            return (examples.those_here(x) @ x.T) * (examples.those_here(d) @ d.T)
+        return self._map(row, examples.those_here(x), examples.those_here(d))
 
     def _map(self, f: Callable[..., jax.Array], x: jax.Array, d: jax.Array) -> jax.Array:
         return jax.vmap(f)(x, d) if self.batched else lax.map(lambda xd: f(*xd), (x, d))

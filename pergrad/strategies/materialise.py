@@ -37,6 +37,6 @@ def _feed(job: Job, gs: jax.Array, examples: Examples) -> Any:
     if isinstance(statistic, Reading):
         return jax.vmap(lambda g: statistic.of(g, job.given))(gs)
     if isinstance(statistic, Pairs):
-        return statistic.of_all(gs)
+        return statistic.of_all(examples.those_here(gs), gs)
     assert isinstance(statistic, Accumulator)
     return statistic.add_all(job.given, gs, examples.weights)

@@ -79,7 +79,7 @@ class Sparse(Strategy):
                 case SquaredNorm():
                     return _squared_norms(lookup, rows)
                 case Pairs():
-                    return _pairs(lookup, rows)
+                    return _pairs(lookup, rows, examples)
             raise AssertionError(job.statistic)
 
         return [result(job) for job in jobs]
@@ -90,13 +90,13 @@ def _squared_norms(lookup: Lookup, rows: Rows) -> jax.Array:
     return jnp.sum(jnp.where(rows.keys < lookup.table, squares, 0), axis=1)
 
 
-def _pairs(lookup: Lookup, rows: Rows) -> jax.Array:
+def _pairs(lookup: Lookup, rows: Rows, examples: Examples) -> jax.Array:
     def row(own: tuple[jax.Array, jax.Array]) -> jax.Array:
         keys, values = own
         (table,) = lookup.to_table(keys[None], values[None, :, None])
         return jnp.sum(lookup.at(table, rows.keys) * rows.values, axis=range(1, rows.values.ndim))
 
-    return lax.map(row, (rows.keys, rows.values))
+    return lax.map(row, (examples.those_here(rows.keys), examples.those_here(rows.values)))
 
 
 def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: jax.Array) -> jax.Array:
