@@ -9,6 +9,7 @@ pays anyway: the floor.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -205,8 +206,7 @@ def _micro_grad(loss: Loss, task: Task, size: str) -> Candidate:
 
 
 def _jax_privacy(loss: Loss, task: Task, size: str) -> Candidate:
-    from jax_privacy import clipping  # an optional package
-
+    clipping = importlib.import_module("jax_privacy.clipping")  # an optional package
     assert task.max_norm is not None
     clipped_sum = clipping.clipped_grad(
         loss, l2_clip_norm=task.max_norm, microbatch_size=int(size), return_values=True
