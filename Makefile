@@ -24,7 +24,7 @@ mislabelled: $(NEWEST)/installed ## find wrong labels by the examples' gradients
 test: $(NEWEST)/installed ## run the tests with the newest JAX
 	$(NEWEST)/bin/python -m pytest -n 2 --dist loadgroup
 
-test-all: $(NEWEST)/installed ## run all of the long lists of cases too, which takes a third longer
+test-all: $(NEWEST)/installed ## run all of the long lists of cases too, which takes half as long again
 	PERGRAD_TESTS=all $(NEWEST)/bin/python -m pytest -n 2 --dist loadgroup
 
 test-oldest: $(OLDEST)/installed ## run the tests with the oldest supported JAX

@@ -43,7 +43,7 @@ PAIRS = {
     "conv_2d": ([], []),
     "lstm": ([], []),
     "experts_ragged": ([], []),
-    "transformer_tied": (["['blocks'][0]['in']['w']", "['blocks'][1]['q']"], ["['embed']"]),
+    "transformer_tied": (["['blocks'][0]['in']['w']", "['blocks'][0]['q']"], ["['embed']"]),
     "regularised": ([], []),
 }
 

@@ -28,7 +28,6 @@ CLIPPED = {"clipped": pg.ClippedMean(1.0)}
 AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True}
 
 LONG = Transformer(batch=8, length=256, width=256, layers=1, vocab=1024)
-VOCABULARY = Transformer(batch=8, length=128, width=256, layers=1, vocab=8192)
 TIED = Transformer(batch=8, length=128, width=256, layers=1, vocab=4096, tied=True)
 SCANNED = Transformer(batch=8, length=128, width=256, layers=4, vocab=1024, scanned=True)
 RECURRENT = LSTM(batch=32, length=64, width=256, vocab=256)
@@ -49,7 +48,6 @@ LIMITS = {
     "long: moments": Limit(LONG, MOMENTS, None, 1.02, 0.95),
     "long: moments, one example at a time": Limit(LONG, MOMENTS, 1, None, 0.14),
     "long: clipped": Limit(LONG, CLIPPED, None, 1.32, 1.0),
-    "vocabulary: moments": Limit(VOCABULARY, MOMENTS, None, 1.02, 0.93),
     "tied: moments": Limit(TIED, MOMENTS, None, 1.02, 0.88),
     "scanned: moments": Limit(SCANNED, MOMENTS, None, None, 1.06),
     "lstm: moments": Limit(RECURRENT, MOMENTS, None, None, 1.4),
