@@ -57,8 +57,10 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
             if task == "moments":
                 found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | names)
         found["measured"] = measured("make bench", logs["results"])
-        for name, title in drawings.TITLES.items():
-            found[f"figure_{name}"] = f"![{title}]({FIGURES}/{name}.png)"
+        parts = {row["part"] for row in rows}
+        for name, (part, title) in drawings.TITLES.items():
+            if part in parts:
+                found[f"figure_{name}"] = f"![{title}]({FIGURES}/{name}.png)"
     if "torch" in logs:
         rows = logs["torch"]["results"]
         titles = {row["case"]: torch_title(row["case"]) for row in rows}

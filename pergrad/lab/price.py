@@ -167,7 +167,7 @@ def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
 def machine() -> dict[str, Any]:
     """Where the numbers were measured."""
     return {
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": os.cpu_count(),
         "devices": [device.device_kind for device in jax.devices()],

@@ -22,10 +22,11 @@ LOOKS: dict[str, dict[str, Any]] = {
     **{name: figures.look_of(name, ORDER) | {"label": name} for name in ORDER},
     FLOOR: {"color": "#222222", "ls": ":", "marker": "", "label": "jax.grad"},
 }
+# By the name of the figure: the part that it draws.
 TITLES = {
-    "overhead": "Time as a multiple of jax.grad",
-    "growth": "A transformer that grows: mean and second moment",
-    "compile": "Seconds to trace and compile",
+    "overhead": ("models", "Time as a multiple of jax.grad"),
+    "growth": ("growth", "A transformer that grows: mean and second moment"),
+    "compile": ("compile", "Seconds to trace and compile"),
 }
 AXES = {
     "B": "examples B",
@@ -43,8 +44,8 @@ def write(rows: Iterable[Row], out: Path) -> list[Path]:
     parts = {part: [row for row in rows if row["part"] == part] for part in get_args(PartName)}
     draws = {"models": overhead, "growth": growth, "compile": compile_time}
     paths = []
-    for (name, title), (part, draw) in zip(TITLES.items(), draws.items(), strict=True):
-        own = parts[part]
+    for name, (part, title) in TITLES.items():
+        own, draw = parts[part], draws[part]
         if own:
             png, svg = figures.render(title, lambda fig, own=own, draw=draw: draw(fig, own))
             for ending, content in ((".png", png), (".svg", svg)):
