@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -87,6 +89,20 @@ def directory(root: Path, config: configs.Train) -> Path:
     return root / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
+@functools.cache
+def _let_one_device_write() -> None:
+    """What several devices have is written by one of them, in all of this process.
+
+    To share that takes longer for states of this size, and does not work with JAX before 0.8.
+    """
+    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    logger = logging.getLogger("absl")  # where orbax would tell that its own handler is replaced
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+    logger.setLevel(level)
+
+
 class Run:
     """A run's directory, opened for one process, or for each of several that are one run."""
 
@@ -101,10 +117,7 @@ class Run:
     def _open(self, opened: contextlib.ExitStack, about: Any) -> None:
         if devices.is_first():
             self._open_files(opened, about)
-        # What several devices have is written by one of them. To share that takes longer for states of
-        # this size, and does not work with JAX before 0.8.
-        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+        _let_one_device_write()
         with disk_errors(self.path):
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.config.keep or None, create=True, enable_async_checkpointing=False
