@@ -93,6 +93,7 @@ def plain_bytes(model: Any) -> float:
     return temporary_bytes(jax.value_and_grad(model.loss), model)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="limits are those of a newer XLA")
 @pytest.mark.parametrize("name", LIMITS)
 def test_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, stats, microbatch_size, most_operations, most_bytes = LIMITS[name]
