@@ -140,8 +140,8 @@ def _choose_for(
 ) -> Iterator[Choice]:
     tail, size = units.tail, max(1, int(units.per_example * size))
     prices = Prices(tail, size, number_of(Accumulator, statistics), device)
-    former = min([prices.streamed(), Materialise()], key=prices.seconds)
     strategies = [prices.fitted(s, forced.at_a_time) for s in STRATEGIES]
+    former = min((s for s in strategies if s.name in FORMING), key=prices.seconds)
     chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
     for statistic in statistics:
         why_not = {s.name: s.why_not(tail, statistic) for s in strategies}

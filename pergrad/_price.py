@@ -245,22 +245,25 @@ class Prices:
         """The strategy as this device likes it; streams with `at_a_time` examples, if given."""
         match strategy:
             case Streamed():
-                liked = self.streamed()
-                return dataclasses.replace(liked, at_a_time=min(at_a_time or liked.at_a_time, self.size))
+                return self.streamed(at_a_time)
             case Gram():
                 products = self.gram_operations
                 looped = products / self.device.product_rate + self.device.loop_step
                 return Gram(batched=products / self.device.batched_rate < looped)
         return strategy
 
-    def streamed(self) -> Streamed:
-        """The streamed strategy with as many examples at a time as this device likes."""
+    def streamed(self, at_a_time: int | None = None) -> Streamed:
+        """The streamed strategy with `at_a_time` examples, or as many as this device likes."""
+        batched = self.device.stream_size > 0
+        return Streamed(max(1, min(at_a_time or self._liked(), self.size)), batched=batched)
+
+    def _liked(self) -> int:
+        """How many examples should go through one step of a stream."""
         if self.device.stream_size:
-            at_a_time = int(self.device.stream_size / max(self.formed, 1))
-            return Streamed(max(1, min(at_a_time, self.size)), batched=True)
+            return int(self.device.stream_size / max(self.formed, 1))
         products = (self.term_operations + self.step_operations) / self.device.product_rate
         passes = self._memory(self.gradient * (1 + 2 * self.statistics), at_once=0)
-        return Streamed(4 if passes > 0.4 * products else 1)
+        return 4 if passes > 0.4 * products else 1
 
     def _memory(self, moved: float, at_once: float | None = None) -> float:
         fits = (moved if at_once is None else at_once) <= self.device.cache_size

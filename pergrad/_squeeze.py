@@ -1,4 +1,4 @@
-"""Between tracing and inlining: axes of length 1 leave the program.
+"""While calls are inlined: axes of length 1 leave the program.
 
 A loss of a batch is traced with a batch of one, so that nearly every array has an axis of length 1, next
 to which `vmap` puts the axis of the examples. XLA does not see that this is the program of `jax.grad`:
@@ -26,10 +26,10 @@ from pergrad._compat import Atom, JaxprEqn, Primitive, aval
 Rule = Callable[[JaxprEqn, Sequence[Any]], Any]
 
 
-def as_known(x: Any, v: Atom) -> Any:
-    """The value of `v` with the shape that the program gives it."""
-    shape = aval(v).shape
-    return x if jnp.shape(x) == shape else lax.reshape(x, shape)
+def as_known(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
+    """The values of `atoms` with the shapes that the program gives them."""
+    pairs = zip(values, map(_shape, atoms), strict=True)
+    return [x if jnp.shape(x) == shape else lax.reshape(x, shape) for x, shape in pairs]
 
 
 def squeezed(x: Any) -> Any:
@@ -48,7 +48,7 @@ def evaluate_squeezed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
             out = rule(eqn, [squeezed(x) for x in ins])
         if out is not None:
             return out if isinstance(out, list) else [out]
-    return _compat.bind(eqn, [as_known(x, v) for x, v in zip(ins, eqn.invars, strict=True)])
+    return _compat.bind(eqn, as_known(ins, eqn.invars))
 
 
 def _is_explicit(sharding: Any) -> bool:

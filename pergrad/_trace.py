@@ -117,8 +117,7 @@ def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
 
 def _inline(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
     """The results of a program, all of whose calls are inlined."""
-    outs = _inline_squeezed(program, args, table)
-    return [as_known(x, v) for x, v in zip(outs, program.jaxpr.outvars, strict=True)]
+    return as_known(_inline_squeezed(program, args, table), program.jaxpr.outvars)
 
 
 def _inline_squeezed(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
@@ -130,10 +129,6 @@ def _inline_squeezed(program: ClosedJaxpr, args: Sequence[Any], table: InlineTab
         outs = inline(eqn, ins, table) if inline else evaluate_squeezed(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(env, v) for v in program.jaxpr.outvars]
-
-
-def _as_known(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    return [as_known(x, v) for x, v in zip(args, eqn.invars, strict=True)]
 
 
 def _inline_call(body: str) -> Inline:
@@ -158,7 +153,7 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
 def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
     """A loop stays one, with the calls in its step inlined."""
     loop = Loop(eqn, eqn.params["jaxpr"])
-    consts, init, xs = loop.operands(_as_known(eqn, args))
+    consts, init, xs = loop.operands(as_known(args, eqn.invars))
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = _inline(loop.step, [*consts, *carry, *x], table)
@@ -171,13 +166,13 @@ def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> l
 def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
     branches = [lambda *args, b=b: _inline(b, args, table) for b in eqn.params["branches"]]
     with _compat.at_line_of(eqn):
-        index, *operands = _as_known(eqn, args)
+        index, *operands = as_known(args, eqn.invars)
         return lax.switch(index, branches, *operands)
 
 
 def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
     """A ragged product that JAX cannot map over examples becomes one that can be."""
-    args = _as_known(eqn, args)
+    args = as_known(args, eqn.invars)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     _, (x_batch, _) = numbers.dot_dimension_numbers
     shares_weights = not x_batch and len(numbers.rhs_group_dimensions) == 1 and len(args) == 3

@@ -31,7 +31,7 @@ from pergrad import _moments
 from pergrad._errors import ArgumentError
 from pergrad._names import Stats, asked, missing, source
 from pergrad._request import ArgNums, as_tuple
-from pergrad._statistics import Fold, Statistic, weigh, wide
+from pergrad._statistics import Fold, Statistic, Variance, weigh, wide
 from pergrad._whole import Norm, Where, added_up
 
 Tree = Any
@@ -172,10 +172,9 @@ def _feed_sign_factor(state: Any, g: jax.Array) -> Any:
 
 
 def _merge_sign_factors(a: Any, b: Any) -> Any:
-    sums = {name: a[name] + b[name] for name in ("n", "trials", "m2", "near")}
-    of_b, away = b["n"] / jnp.maximum(sums["n"], 1), b["mean"] - a["mean"]
-    m2 = sums["m2"] + jnp.square(away) * (a["n"] * of_b)
-    return sums | {"mean": a["mean"] + away * of_b, "m2": m2}
+    n, mean, m2 = Variance().merge(*((s["n"], s["mean"], s["m2"]) for s in (a, b)))
+    trials, near = (a[name] + b[name] for name in ("trials", "near"))
+    return {"n": n, "trials": trials, "mean": mean, "m2": m2, "near": near}
 
 
 def _read_sign_factor(state: Any) -> jax.Array:

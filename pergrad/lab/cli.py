@@ -262,7 +262,7 @@ def bench(
 
     Time, memory and compilation of pergrad beside `jax.grad`, `vmap(grad)`, optax and jax_privacy, in
     one process that wants the machine for itself. Without options all models, how one of them grows,
-    and compilation, in about 25 minutes. The same command again continues.
+    and compilation, in about three quarters of an hour on two cores. The same command again continues.
 
     Args:
         loss: yours: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch.

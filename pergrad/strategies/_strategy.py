@@ -34,6 +34,11 @@ class Examples:
         return x if self.here is None else lax.dynamic_slice_in_dim(x, *self.here)
 
     @property
+    def along(self) -> tuple[list[jax.Array], jax.Array | None]:
+        """What has an axis of examples: the factors, and the weights unless there is one for all."""
+        return self.factors, self.weights if isinstance(self.weights, jax.Array) else None
+
+    @property
     def total(self) -> jax.Array | float:
         """The share of these examples of the whole batch; less than 1 for a microbatch."""
         return total(self.weights, self.size)

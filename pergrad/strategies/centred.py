@@ -51,21 +51,19 @@ class Centred(Strategy):
 
 def _squares_around(mean: jax.Array, tail: Tail, examples: Examples) -> jax.Array:
     """sum_i w_i (g_i - mean)^2."""
-    shared = None if isinstance(examples.weights, jax.Array) else examples.weights
-    xs = (examples.factors, examples.weights if shared is None else None)
 
     def added(m2: jax.Array, xs: Any) -> jax.Array:
         factors, w = xs
         for i in range(len(factors[0])):
             (g,) = tail.gradients([x[i] for x in factors], examples.constants)
-            own = jnp.asarray(w[i] if shared is None else shared, mean.dtype)
+            own = jnp.asarray(examples.weights if w is None else w[i], mean.dtype)
             m2 = m2 + weigh(jnp.square(g.astype(mean.dtype) - mean), own)
         return m2
 
     steps, rest = divmod(examples.size, AT_A_TIME)
-    m2 = added(jnp.zeros_like(mean), jax.tree.map(lambda x: x[:rest], xs))
+    m2 = added(jnp.zeros_like(mean), jax.tree.map(lambda x: x[:rest], examples.along))
     if not steps:
         return m2
-    groups = jax.tree.map(lambda x: x[rest:].reshape(steps, AT_A_TIME, *x.shape[1:]), xs)
+    groups = jax.tree.map(lambda x: x[rest:].reshape(steps, AT_A_TIME, *x.shape[1:]), examples.along)
     m2, _ = lax.scan(lambda m2, xs: (added(m2, xs), None), m2, groups, length=steps)
     return m2

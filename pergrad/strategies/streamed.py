@@ -38,8 +38,7 @@ class Streamed(Strategy):
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        shared = None if isinstance(examples.weights, jax.Array) else examples.weights
-        xs = (examples.factors, examples.weights if shared is None else None)
+        xs = examples.along
         accumulators = [(j.grad, j.statistic) for j in jobs if isinstance(j.statistic, Accumulator)]
         readings = [(j.grad, j.statistic, j.given) for j in jobs if isinstance(j.statistic, Reading)]
 
@@ -48,7 +47,7 @@ class Streamed(Strategy):
 
         def one(states: list[State], xs: Any) -> tuple[list[State], list[Any]]:
             factors, w = xs
-            gs, w = gradients(factors), w if shared is None else shared
+            gs, w = gradients(factors), examples.weights if w is None else w
             pairs = zip(accumulators, states, strict=True)
             values = [reading.of(gs[k], given) for k, reading, given in readings]
             return [accumulator.add(state, gs[k], w) for (k, accumulator), state in pairs], values
@@ -56,7 +55,7 @@ class Streamed(Strategy):
         def group(states: list[State], xs: Any) -> tuple[list[State], list[Any]]:
             factors, w = xs
             gs = jax.vmap(gradients, axis_size=self.at_a_time)(factors)
-            w = w if shared is None else shared
+            w = examples.weights if w is None else w
             pairs = zip(accumulators, states, strict=True)
             values = [
                 jax.vmap(lambda g, reading=reading, given=given: reading.of(g, given))(gs[k])

@@ -127,7 +127,7 @@ class Transformer:
         }
 
     def sample(self, key: jax.Array) -> jax.Array:
-        return jax.random.randint(key, (self.batch, self.length + 1), 0, self.vocab, jnp.int32)
+        return _tokens(key, self.batch, self.length, self.vocab)
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -240,7 +240,7 @@ class LSTM:
         }
 
     def sample(self, key: jax.Array) -> jax.Array:
-        return jax.random.randint(key, (self.batch, self.length + 1), 0, self.vocab, jnp.int32)
+        return _tokens(key, self.batch, self.length, self.vocab)
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         def step(carry: tuple[jax.Array, jax.Array], x_BD: jax.Array):
@@ -397,6 +397,10 @@ def _group_norm(params: Params, x_BHWD: jax.Array) -> jax.Array:
     return normed_BHWD * params["scale"] + params["bias"]
 
 
+def _tokens(key: jax.Array, batch: int, length: int, vocab: int) -> jax.Array:
+    return jax.random.randint(key, (batch, length + 1), 0, vocab, jnp.int32)
+
+
 def _images(key: jax.Array, batch: int, size: int, classes: int) -> tuple[jax.Array, jax.Array]:
     image_key, label_key = jax.random.split(key)
     images = jax.random.normal(image_key, (batch, size, size, 3))
@@ -420,7 +424,7 @@ class FlaxTransformer:
         return self._graph_and_params(key)[1]
 
     def sample(self, key: jax.Array) -> jax.Array:
-        return jax.random.randint(key, (self.batch, self.length + 1), 0, self.vocab, jnp.int32)
+        return _tokens(key, self.batch, self.length, self.vocab)
 
     def loss(self, params: Any, windows: jax.Array) -> jax.Array:
         from pergrad.lab.model import text_loss

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How to measure; by default in about 25 minutes on two cores."""
+    """How to measure."""
 
     rounds: int = 10
     """Timed runs of each candidate, which take turns; the fastest counts."""
