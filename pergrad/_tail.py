@@ -112,13 +112,16 @@ class Tail:
                 return "mixes entries after the sum"
             if family == "move" and size(step.outvars[0]) != size(self.operand(step)):
                 return "drops or repeats entries after the sum"
-            numbers = [v for v in step.invars if v is not self.operand(step)]
-            if family == "scale" and any(size(v) != 1 for v in numbers):
-                return "scales entries one by one"
-        return None
+        return self.why_not_one_number()
+
+    def why_not_one_number(self) -> str | None:
+        """Why the steps do not multiply all entries by one and the same number; None if they do."""
+        scales = [step for step in self.steps if STEPS[step.primitive].family == "scale"]
+        numbers = [v for step in scales for v in step.invars if v is not self.operand(step)]
+        return "scales entries one by one" if any(size(v) != 1 for v in numbers) else None
 
     def similarity(self, env: Env, dtype: Any) -> jax.Array:
-        """The number by which such a gradient differs from its term."""
+        """That one number, by which the gradient differs from its moved term."""
         scales = [step for step in self.steps if STEPS[step.primitive].family == "scale"]
         return math.prod(
             (self.number(s, env, dtype).reshape(()) for s in scales), start=jnp.ones((), dtype)

@@ -403,6 +403,13 @@ def embedding_columns(p: Tree, batch: Tree) -> Array:
     return mse(jnp.einsum("dbt,dk->bk", h, p["out"]), batch["y"])
 
 
+@case({"table": param(4, 11), "scale": param(), "out": param(4, 3)}, TAGS)
+def embedding_scaled(p: Tree, batch: Tree) -> Array:
+    # The whole table is moved and multiplied by a number that is learned, before it is looked up.
+    h = jnp.tanh((-p["scale"] * p["table"].T)[batch["x"]])
+    return mse(jnp.mean(h, axis=1) @ p["out"], batch["y"])
+
+
 @case({"table": param(11, 4), "out": param(4, 3)}, TAGS)
 def embedding_one_hot(p: Tree, batch: Tree) -> Array:
     # The same as a product, one factor of which has no gradient.

@@ -44,8 +44,12 @@ def abstract(model):
 
 
 def plan_moments(model):
+    return plan_of(model, MOMENTS)
+
+
+def plan_of(model, stats):
     loss, *args = abstract(model)
-    return pg.explain(loss, MOMENTS)(*args)
+    return pg.explain(loss, stats)(*args)
 
 
 def rows_of(plan):
@@ -135,6 +139,13 @@ def test_mlp():
         else:
             assert (row.kind, row.strategy) == ("value", "materialise")
             assert row.reason.startswith("made by ")
+
+
+def test_tokens_of_a_lookup():
+    model = Transformer(batch=4, length=32, width=64, layers=1, vocab=512)
+    table = rows_of(plan_of(model, pg.Mean(jnp.square, per="token")))["['embed']"]
+    assert (table.kind, table.strategy) == ("scatter", "sparse")
+    assert table.reason == "touches at most 1 of 512 rows"
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -7,9 +7,10 @@ n = sum_i w_i, the rows of a table that an example did not touch have the gradie
     sum_i w_i (g_i[k] - m)^2 = (n - t) m^2 + sum over rows with k_ir = k of w_i (v_ir - m)^2
 
 with m the mean of g_i[k] and t the weight of the examples that touch k. No difference of large numbers
-appears in the second, and neither can be told from the dense computation but by its cost. A squared norm
-is the sum of the squares of an example's rows; for inner products of two examples' gradients the rows of
-one are laid out in a table, where those of the others are looked up.
+appears in the second, and neither can be told from the dense computation but by its cost. Steps after
+the lookup may move entries, and multiply all of them by one number; the rows are multiplied by it at
+once. A squared norm is the sum of the squares of an example's rows; for inner products of two examples'
+gradients the rows of one are laid out in a table, where those of the others are looked up.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class Sparse(Strategy):
             return "needs the whole gradient"
         if len(tail.terms) != 1 or not isinstance(tail.terms[0], Lookup):
             return "not a single lookup"
-        if len(tail.grads) != 1 or any(STEPS[s.primitive].family != "move" for s in tail.steps):
-            return "mixes or scales entries after the lookup"
+        if len(tail.grads) != 1 or any(STEPS[s.primitive].family == "mix" for s in tail.steps):
+            return "mixes entries after the lookup"
+        if why_not := tail.why_not_one_number():
+            return why_not
         if isinstance(statistic, Mean) and not _is_finite_at_zero(statistic):
             return "phi(0) is not known to be finite"
         if isinstance(statistic, (SquaredNorm, Pairs)) and (why_not := tail.why_not_similar()):
@@ -54,7 +57,10 @@ class Sparse(Strategy):
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         (lookup,) = tail.terms
         assert isinstance(lookup, Lookup)
-        rows, w = lookup.rows(tail.env(examples.factors, examples.constants)), examples.weights
+        env, w = tail.env(examples.factors, examples.constants), examples.weights
+        rows = lookup.rows(env)
+        scale = tail.similarity(env, rows.values.dtype)
+        rows = rows._replace(values=rows.values * scale)
         n = jnp.asarray(examples.total, rows.values.dtype)
 
         means = list(dict.fromkeys(j.statistic for j in jobs if isinstance(j.statistic, Mean)))
@@ -62,7 +68,7 @@ class Sparse(Strategy):
             means = list(dict.fromkeys([*means, _MEAN]))
         sums: dict[Mean, jax.Array] = {}
         if means:
-            zero = jnp.zeros((), rows.values.dtype)
+            zero = 0 * scale  # NaN if the number is not finite, as it would be in the whole gradient
             columns = [weigh(mean.apply(rows.values) - mean.apply(zero), w) for mean in means]
             table = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
             sums = {mean: table[i] + n * mean.apply(zero) for i, mean in enumerate(means)}
@@ -112,9 +118,13 @@ def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: 
 
 
 def _moved(tail: Tail, lookup: Lookup, table: jax.Array, examples: Examples) -> jax.Array:
-    """The table after the tail's steps, which move entries and so commute with any phi."""
+    """The table after the tail's moves, which commute with any phi; its scaling has been done."""
     env = tail.env(examples.factors, examples.constants) | {lookup.out: table}
-    evaluate_wide(tail.steps, env)
+    for step in tail.steps:
+        if STEPS[step.primitive].family == "scale":
+            env[step.outvars[0]] = env[tail.operand(step)]
+        else:
+            evaluate_wide([step], env)
     return read(env, tail.grads[0])
 
 

@@ -265,9 +265,10 @@ def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
     if isinstance(atom, Literal):
         return bool(np.all(np.asarray(atom.val) == 0))
     eqn = made_by.get(atom)
-    if eqn is None or eqn.primitive is not primitives.broadcast_in_dim_p:
-        return False
-    return is_zero(eqn.invars[0], made_by)
+    return eqn is not None and eqn.primitive in _LAYING_OUT and is_zero(eqn.invars[0], made_by)
+
+
+_LAYING_OUT = (primitives.broadcast_in_dim_p, primitives.reshape_p)
 
 
 def _first_of_equals(keys: jax.Array) -> jax.Array:
