@@ -6,7 +6,6 @@ run returns.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from pergrad._cut import Cut, make_cut
 from pergrad._devices import Devices
 from pergrad._errors import ArgumentError
 from pergrad._hoist import hoist
-from pergrad._plan import Plan, make_plan
+from pergrad._plan import Plan, Schedule, describe, make_schedule
 from pergrad._request import Request, as_tuple, takes_direction
 from pergrad._run import Outcome, Results, part_of_all, run, run_last
 from pergrad._statistics import (
@@ -186,14 +185,19 @@ class Call:
 
         On one of several devices the results of accumulators are its part of them, which add up.
         """
-        cut, plan = self.plan()
+        cut, schedule = self._schedule()
         shares = self._shares(weights)
-        outcome = run(cut, plan, self.params, self._examples(), shares, directions)
-        outcome = part_of_all(plan, outcome, self.devices)
-        last, pairs = run_last(cut, plan, self.params, outcome, self.devices)
-        return self._assemble(cut, plan, outcome, last, pairs, weights)
+        outcome = run(cut, schedule, self.params, self._examples(), shares, directions)
+        outcome = part_of_all(schedule, outcome, self.devices)
+        last, pairs = run_last(cut, schedule, self.params, outcome, self.devices)
+        return self._assemble(cut, schedule, outcome, last, pairs, weights)
 
-    def plan(self) -> tuple[Cut, Plan]:
+    def plan(self) -> Plan:
+        """What `run` would do."""
+        cut, schedule = self._schedule()
+        return describe(schedule, cut, self.paths, self.devices.number)
+
+    def _schedule(self) -> tuple[Cut, Schedule]:
         """Steps 1 to 3."""
         example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
         request = self.request
@@ -202,10 +206,7 @@ class Call:
         split = any(per_of(s) == "token" or isinstance(s, Saved) for own in self.wanted for s in own)
         wanted = Wanted(tuple(in_parts), split)
         cut = make_cut(hoist(program, wanted), wanted)
-        plan = make_plan(
-            cut, self.wanted, self.paths, self.size, request.microbatch_size, request.forced
-        )
-        return cut, dataclasses.replace(plan, devices=self.devices.number)
+        return cut, make_schedule(cut, self.wanted, self.size, request.microbatch_size, request.forced)
 
     def _check_direction(self, direction: Any) -> list[jax.Array]:
         """The direction as one array for each parameter."""
@@ -324,7 +325,7 @@ class Call:
     def _assemble(
         self,
         cut: Cut,
-        plan: Plan,
+        schedule: Schedule,
         outcome: Outcome,
         last: Results,
         pairs: Mapping[int, Any],
@@ -334,7 +335,7 @@ class Call:
         count = self._count(w)
         leaves = {
             (t.tail.params[k], statistic): (t.tail, result)
-            for t, *both in zip(plan.tails, outcome.results, last, strict=True)
+            for t, *both in zip(schedule.tails, outcome.results, last, strict=True)
             for jobs, results in zip((t.running(), t.jobs(Phase.LAST)), both, strict=True)
             for (k, statistic), result in zip(jobs, results, strict=True)
         }

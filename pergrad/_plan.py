@@ -1,6 +1,7 @@
 """Step 3, second half: the plan, with what it costs and why, as a table.
 
-`_choose` picks the strategies. Here the microbatch size is chosen, and everything is added up.
+`_choose` picks the strategies. Here the microbatch size is chosen, and for those who ask to see the plan
+everything is added up.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Schedule:
+    """What runs: how many examples at once, in whole groups of `group_size`, and how each tail does."""
+
+    batch_size: int
+    microbatch_size: int
+    group_size: int
+    tails: tuple[TailPlan, ...] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Schedule):
     """What would run, one row a parameter. Print it to read it as a table.
 
     `operations` are floating-point operations, `bytes` is temporary memory, both estimated for the
@@ -44,29 +55,24 @@ class Plan:
     """
 
     rows: tuple[Row, ...]
-    batch_size: int
-    microbatch_size: int
-    group_size: int
     backend: str
     operations: float
     plain_operations: float
     bytes: float
     plain_bytes: float
-    tails: tuple[TailPlan, ...] = dataclasses.field(repr=False)
-    devices: int = 1
+    devices: int
 
     def __str__(self) -> str:
         return _as_table(self)
 
 
-def make_plan(
+def make_schedule(
     cut: Cut,
     wanted: Sequence[Sequence[LeafStatistic]],
-    paths: Sequence[str],
     batch_size: int,
     microbatch_size: int | str | None,
     forced: Forced,
-) -> Plan:
+) -> Schedule:
     """Plans a batch of `batch_size` examples, with what is `wanted` of each parameter."""
     device = _price.backend()
     if microbatch_size == "auto":
@@ -76,7 +82,7 @@ def make_plan(
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
     tails = tuple(choose(tail, wanted, at_once, device, forced) for tail in cut.all_tails())
-    return _describe(cut, tails, paths, batch_size, at_once, group_size, device)
+    return Schedule(batch_size, at_once, group_size, tails)
 
 
 def _choose_microbatch_size(
@@ -176,24 +182,20 @@ def _backbone_operations(part: Part, size: int) -> tuple[float, float]:
     return varying, fixed
 
 
-def _describe(
-    cut: Cut,
-    tails: tuple[TailPlan, ...],
-    paths: Sequence[str],
-    batch_size: int,
-    at_once: int,
-    group_size: int,
-    device: Backend,
-) -> Plan:
+def describe(schedule: Schedule, cut: Cut, paths: Sequence[str], devices: int) -> Plan:
+    """The schedule with what it costs; `paths` are the names of the parameters."""
+    device = _price.backend()
+    batch_size, at_once, tails = schedule.batch_size, schedule.microbatch_size, schedule.tails
     steps = math.ceil(batch_size / at_once)
     varying, fixed = _backbone_operations(cut, batch_size)
     shapes = [tuple(aval(grad).shape) for grad in cut.program.grads]
     rows = {row.path: row for t in tails for row in _rows(t, paths, shapes, batch_size, at_once, device)}
     return Plan(
-        rows=tuple(rows[path] for path in paths),
         batch_size=batch_size,
         microbatch_size=at_once,
-        group_size=group_size,
+        group_size=schedule.group_size,
+        tails=tails,
+        rows=tuple(rows[path] for path in paths),
         backend=device.name,
         operations=varying + steps * fixed + sum(row.operations for row in rows.values()),
         plain_operations=varying + fixed + sum(row.plain_operations for row in rows.values()),
@@ -202,7 +204,7 @@ def _describe(
         + max(row.bytes for row in rows.values())
         + sum(_kept_bytes(t, batch_size) for t in tails if steps > 1),
         plain_bytes=_backbone_bytes(cut, batch_size),
-        tails=tails,
+        devices=devices,
     )
 
 

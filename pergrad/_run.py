@@ -38,7 +38,7 @@ from pergrad._devices import Devices
 from pergrad._eval import Env, evaluate, read
 from pergrad._factors import FactorPair, depends_on_cotangent, factor_pair
 from pergrad._flow import evaluate_still, needed_equations
-from pergrad._plan import Plan
+from pergrad._plan import Schedule
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State, Weights
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, Projection, SquaredNorm, added_up
@@ -66,28 +66,28 @@ class Outcome(NamedTuple):
 
 def run(
     cut: Cut,
-    plan: Plan,
+    schedule: Schedule,
     params: Sequence[Any],
     examples: Sequence[Any],
     w: Weights,
     directions: Sequence[Any] | None = None,
 ) -> Outcome:
-    """Runs the first two phases of the plan for the leaves `examples` [B, ...].
+    """Runs the first two phases of the schedule for the leaves `examples` [B, ...].
 
     `w` is each example's share of the batch, [B], or one number for all. `directions` has one for each
     parameter, for inner products.
     """
-    given = [[_given(t.tail, *job, directions) for job in t.running()] for t in plan.tails]
-    steps = math.ceil(plan.batch_size / plan.microbatch_size)
+    given = [[_given(t.tail, *job, directions) for job in t.running()] for t in schedule.tails]
+    steps = math.ceil(schedule.batch_size / schedule.microbatch_size)
     if steps == 1:
-        return _run_at_once(cut, plan, params, examples, w, given)
+        return _run_at_once(cut, schedule, params, examples, w, given)
 
     # As few steps as the microbatch size allows, and of equal length (in whole groups): what is missing
     # to fill the last one is repeated from the front, with weight 0.
-    length = plan.group_size * math.ceil(plan.batch_size / (steps * plan.group_size))
-    missing = steps * length - plan.batch_size
+    length = schedule.group_size * math.ceil(schedule.batch_size / (steps * schedule.group_size))
+    missing = steps * length - schedule.batch_size
     if missing:
-        w = w if isinstance(w, jax.Array) else jnp.full(plan.batch_size, w)
+        w = w if isinstance(w, jax.Array) else jnp.full(schedule.batch_size, w)
         w = jnp.concatenate([w, jnp.zeros(missing, w.dtype)])
         examples = [jnp.concatenate([x, x[:missing]]) for x in examples]
     own_weights = w if isinstance(w, jax.Array) else None
@@ -97,18 +97,18 @@ def run(
         examples, own_weights = xs
         own_weights = w if own_weights is None else own_weights
         now = _either(states, given)
-        out = _run_at_once(cut, plan, params, examples, own_weights, now)
-        readings = _only(plan, Reading, out.results)
-        return _only(plan, Accumulator, out.results), (out.losses, out.aux, readings, out.factors)
+        out = _run_at_once(cut, schedule, params, examples, own_weights, now)
+        readings = _only(schedule, Reading, out.results)
+        return _only(schedule, Accumulator, out.results), (out.losses, out.aux, readings, out.factors)
 
-    states, per_example = lax.scan(step, _only(plan, Accumulator, given), xs)
+    states, per_example = lax.scan(step, _only(schedule, Accumulator, given), xs)
     losses, aux, readings, factors = jax.tree.map(
-        lambda x: x.reshape(steps * length, *x.shape[2:])[: plan.batch_size], per_example
+        lambda x: x.reshape(steps * length, *x.shape[2:])[: schedule.batch_size], per_example
     )
     return Outcome(losses, aux, _either(states, readings), factors)
 
 
-def part_of_all(plan: Plan, outcome: Outcome, devices: Devices) -> Outcome:
+def part_of_all(schedule: Schedule, outcome: Outcome, devices: Devices) -> Outcome:
     """The outcome with this device's part of the states of all, for accumulators."""
     if not devices.axes:
         return outcome
@@ -117,13 +117,13 @@ def part_of_all(plan: Plan, outcome: Outcome, devices: Devices) -> Outcome:
             s.part_of_all(x, devices) if isinstance(s, Accumulator) else x
             for (_, s), x in zip(t.running(), own, strict=True)
         ]
-        for t, own in zip(plan.tails, outcome.results, strict=True)
+        for t, own in zip(schedule.tails, outcome.results, strict=True)
     ]
     return outcome._replace(results=results)
 
 
 def run_last(
-    cut: Cut, plan: Plan, params: Sequence[Any], outcome: Outcome, devices: Devices
+    cut: Cut, schedule: Schedule, params: Sequence[Any], outcome: Outcome, devices: Devices
 ) -> tuple[Results, dict[int, FactorPair | None]]:
     """The last phase: what needs the factors of all examples.
 
@@ -131,18 +131,18 @@ def run_last(
     products are those of the own examples with all: for them the factors of all devices are gathered.
     """
     program = cut.program
-    kept = [plan.tails[n].tail for n in outcome.factors]
+    kept = [schedule.tails[n].tail for n in outcome.factors]
     env = program.given(params)
     constants = {v for tail in kept for v in tail.constants}
     evaluate_still(needed_equations(program.jaxpr.eqns, constants), env, cut.varies)
-    hands_out = any(t.hands_out_factors for t in plan.tails)
+    hands_out = any(t.hands_out_factors for t in schedule.tails)
     late = depends_on_cotangent(program) if hands_out else set()
     results: Results = []
     pairs: dict[int, FactorPair | None] = {}
-    for n, t in enumerate(plan.tails):
+    for n, t in enumerate(schedule.tails):
         jobs = t.jobs(Phase.LAST)
         factors, constants = outcome.factors.get(n, []), [env[v] for v in t.tail.constants if v in env]
-        examples = Examples(plan.batch_size, 1 / plan.batch_size, factors, constants)
+        examples = Examples(schedule.batch_size, 1 / schedule.batch_size, factors, constants)
         everybody = _of_all(examples, devices) if jobs else examples
         results.append(_reduce(t.tail, t.of(Phase.LAST), jobs, [None] * len(jobs), everybody))
         if t.hands_out_factors:
@@ -160,7 +160,7 @@ def _of_all(examples: Examples, devices: Devices) -> Examples:
 
 def _run_at_once(
     cut: Cut,
-    plan: Plan,
+    schedule: Schedule,
     params: Sequence[Any],
     examples: Sequence[Any],
     w: Weights,
@@ -172,22 +172,22 @@ def _run_at_once(
     reducer = _reducer_of_one if size == 1 else _reducer
     reducers: Reducers = {
         id(t.tail): (n, reducer(t.tail, t.of(Phase.FIRST), t.jobs(Phase.FIRST), shared))
-        for n, t in enumerate(plan.tails)
+        for n, t in enumerate(schedule.tails)
     }
 
     def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
         env = program.given(params, example)
-        first = {n: own[: len(plan.tails[n].jobs(Phase.FIRST))] for n, own in enumerate(given)}
+        first = {n: own[: len(schedule.tails[n].jobs(Phase.FIRST))] for n, own in enumerate(given)}
         by_number = _run_part(cut, env, reducers, w, first)
         results = [by_number[n] for n in range(len(given))]
-        clipped = _run_clipped(plan, env, w, results, given, reducer)
+        clipped = _run_clipped(schedule, env, w, results, given, reducer)
         results = [a + b for a, b in zip(results, clipped, strict=True)]
         factors = {
-            n: [env[v] for v in t.tail.factors] for n, t in enumerate(plan.tails) if t.keeps_factors
+            n: [env[v] for v in t.tail.factors] for n, t in enumerate(schedule.tails) if t.keeps_factors
         }
         aux = [read(env, v) for v in program.aux]
-        readings = _only(plan, Reading, results)
-        return (read(env, program.value), aux, readings, factors), _only(plan, Accumulator, results)
+        readings = _only(schedule, Reading, results)
+        return (read(env, program.value), aux, readings, factors), _only(schedule, Accumulator, results)
 
     w = w if isinstance(w, jax.Array) else jnp.full(size, w)
     if size == 1:
@@ -240,12 +240,12 @@ def _run_loop(
 
 
 def _run_clipped(
-    plan: Plan, env: Env, w: jax.Array, results: Results, given: Results, reducer: Reducer
+    schedule: Schedule, env: Env, w: jax.Array, results: Results, given: Results, reducer: Reducer
 ) -> Results:
     """For each tail its clipped means; `results` has the norms."""
     squares = {
         t.tail.params[k]: result
-        for t, own in zip(plan.tails, results, strict=True)
+        for t, own in zip(schedule.tails, results, strict=True)
         for (k, statistic), result in zip(t.jobs(Phase.FIRST), own, strict=True)
         if isinstance(statistic, SquaredNorm)
     }
@@ -257,7 +257,7 @@ def _run_clipped(
         return jnp.where(w != 0, w * own.astype(w.dtype), 0)
 
     clipped: Results = []
-    for t, states in zip(plan.tails, given, strict=True):
+    for t, states in zip(schedule.tails, given, strict=True):
         starts = dict(zip(t.running(), states, strict=True))
         made = {}
         for choice in t.of(Phase.CLIPPED):
@@ -377,11 +377,11 @@ def _empty_state(tail: Tail, grad: int, statistic: Accumulator) -> State:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)), state)
 
 
-def _only(plan: Plan, kind: type[LeafStatistic], results: Results) -> Results:
+def _only(schedule: Schedule, kind: type[LeafStatistic], results: Results) -> Results:
     """The results of one kind of statistic, and None for the others."""
     return [
         [x if isinstance(s, kind) else None for (_, s), x in zip(t.running(), own, strict=True)]
-        for t, own in zip(plan.tails, results, strict=True)
+        for t, own in zip(schedule.tails, results, strict=True)
     ]
 
 

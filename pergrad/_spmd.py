@@ -50,7 +50,7 @@ def run(
 def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
     """The plan of one call; on several devices it is that of each."""
     call = Call(request, args, kwargs)
-    return (_Spread(call).local_call() if request.axes else call).plan()[1]
+    return (_Spread(call).local_call() if request.axes else call).plan()
 
 
 def with_automatic_axes(request: Request, fun: Callable[..., Any], *args: Any) -> Any:
