@@ -1,6 +1,7 @@
 """Write the numbers of a benchmark into the pages that show them.
 
-    pergrad bench --out docs/benchmarks
+    pergrad bench --parts models growth --out docs/benchmarks
+    pergrad bench --parts compile --out docs/benchmarks/compile
     python -m benchmarks.torch_side_by_side --out docs/benchmarks/torch.json
     python -m benchmarks.pages
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from pergrad.lab.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMA
 ROOT = Path(__file__).parents[1]
 NUMBERS = ROOT / "docs" / "benchmarks"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+LOGS = {
+    "results": NUMBERS / "results.json",
+    "compile": NUMBERS / "compile" / "results.json",
+    "torch": NUMBERS / "torch.json",
+}
 FIGURES = "{figures}"  # where they are, seen from the page
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
@@ -46,7 +52,7 @@ TORCH: dict[str, dict[str, str]] = {
 
 
 def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
-    """What goes where, by name, of the logs that are there: `results` and `torch`."""
+    """What goes where, by name, of the logs that are there (see `LOGS`)."""
     found = {}
     if "results" in logs:
         rows = logs["results"]["results"]
@@ -57,10 +63,11 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
             if task == "moments":
                 found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | names)
         found["measured"] = measured("make bench", logs["results"])
-        parts = {row["part"] for row in rows}
-        for name, (part, title) in drawings.TITLES.items():
-            if part in parts:
-                found[f"figure_{name}"] = f"![{title}]({FIGURES}/{name}.png)"
+        found |= links(rows, FIGURES)
+    if "compile" in logs:
+        command = "pergrad bench --parts compile"
+        found["compile_measured"] = measured(command, logs["compile"], "{builds} builds")
+        found |= links(logs["compile"]["results"], f"{FIGURES}/compile")
     if "torch" in logs:
         rows = logs["torch"]["results"]
         titles = {row["case"]: torch_title(row["case"]) for row in rows}
@@ -72,18 +79,28 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:
+    """The figures of all parts that there are rows of."""
+    parts = {row["part"] for row in rows}
+    return {
+        f"figure_{name}": f"![{title}]({folder}/{name}.png)"
+        for name, (part, title) in drawings.TITLES.items()
+        if part in parts
+    }
+
+
 def torch_title(case: str) -> str:
     name, _, rest = case.partition(", ")
     return f"{cases.TITLES[name]}{rest and f', {rest}'}"  # type: ignore[index]
 
 
-def measured(command: str, log: Mapping[str, Any]) -> str:
+def measured(command: str, log: Mapping[str, Any], how: str = "at most {rounds} rounds") -> str:
     """With what, where, how."""
     versions, machine = log["about"]["versions"], log["about"]["machine"]
-    settings = log["about"]["settings"]
+    how = how.format(**log["about"]["settings"])
     what = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "numpy")
     where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
-    return f"`{command}`, the fastest of at most {settings['rounds']} rounds on {where}; {what}."
+    return f"`{command}`, the fastest of {how} on {where}; {what}."
 
 
 def left_out(rows: list[Mapping[str, Any]]) -> str:
@@ -104,8 +121,7 @@ def fill(page: Path, found: Mapping[str, str]) -> str:
 
 
 def logs() -> dict[str, Any]:
-    paths = {name: NUMBERS / f"{name}.json" for name in ("results", "torch")}
-    return {name: runs.read_json(path) for name, path in paths.items() if path.exists()}
+    return {name: runs.read_json(path) for name, path in LOGS.items() if path.exists()}
 
 
 def main() -> None:
@@ -113,8 +129,8 @@ def main() -> None:
     found = blocks(there)
     for page in PAGES:
         page.write_text(fill(page, found))
-    if "results" in there:
-        drawings.write(there["results"]["results"], NUMBERS)
+    for name in there.keys() - {"torch"}:
+        drawings.write(there[name]["results"], LOGS[name].parent)
 
 
 if __name__ == "__main__":
