@@ -7,6 +7,7 @@ import math
 import subprocess
 from typing import Any, get_args
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -20,6 +21,8 @@ from pergrad.lab.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMA
 from tests import pages
 
 EXAMPLE = "tests.test_lab_price:example"
+# optax's asks a mesh for what those of older JAX do not know, and is then left out.
+HAS_MICRO_GRAD = hasattr(jax.sharding.AbstractMesh, "are_all_axes_explicit")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +121,7 @@ def test_bench(tmp_path, capsys, monkeypatch):
         assert row["ratios"].keys() == {"time", "memory", "compile"}
         sized = tasks.family(row["candidate"]) in tasks.SIZED
         assert bool(row["tried"]) == sized and (not sized or row["candidate"] in row["tried"])
-    every = [FLOOR, VMAP, MICRO_GRAD, PERGRAD]
+    every = [FLOOR, VMAP, MICRO_GRAD, PERGRAD] if HAS_MICRO_GRAD else [FLOOR, VMAP, PERGRAD]
     assert by_task == {
         "moments": every,
         "norms": every,
@@ -140,10 +143,11 @@ def test_bench(tmp_path, capsys, monkeypatch):
 
 def test_growth_and_compilation(monkeypatch):
     monkeypatch.setattr(cases, "SMALL", MLP(batch=2, width=4, layers=1))
-    for part, names in (("growth", 4), ("compile", 4)):
+    for part in ("growth", "compile"):
         item = run.Item(part, "mlp", "moments", "B", 4)
-        rows = run.measure(item, run.Settings(rounds=1), timing.silent)
-        assert len(rows) == names and all(row["model"]["batch"] == row["size"] == 4 for row in rows)
+        rows = tables.measured(run.measure(item, run.Settings(rounds=1), timing.silent))
+        assert len(rows) == 3 + HAS_MICRO_GRAD
+        assert all(row["model"]["batch"] == row["size"] == 4 for row in rows)
         assert all(row["compile_seconds"] > 0 for row in rows)
         assert all(("seconds" in row) == (part == "growth") for row in rows)
 

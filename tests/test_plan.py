@@ -291,7 +291,8 @@ def test_truth(model, optimised, monkeypatch):
     assert plan.plain_operations == pytest.approx(plain.cost_analysis()["flops"], rel=0.05)
     assert plan.operations == pytest.approx(without_loops.cost_analysis()["flops"], rel=0.1)
     assert 1 / 2 < plan.plain_bytes / plain.memory_analysis().temp_size_in_bytes < 2
-    assert 1 / 2 < plan.bytes / stats.memory_analysis().temp_size_in_bytes < 2
+    most = 2 if jax.__version_info__ >= (0, 10) else 2.5  # an older XLA lays out less
+    assert 1 / 2 < plan.bytes / stats.memory_analysis().temp_size_in_bytes < most
 
 
 def test_totals_are_more_than_the_rows():
