@@ -28,7 +28,6 @@ import jax
 from pergrad import _cost
 from pergrad._compat import aval
 from pergrad._statistics import LeafStatistic, accumulation_dtype
-from pergrad._steps import STEPS
 from pergrad._tail import Tail
 from pergrad._whole import Pairs
 from pergrad.strategies import Gram, Strategy, Streamed
@@ -142,7 +141,7 @@ class Prices:
     def formed(self) -> float:
         """Bytes of what is formed for one example: the gradients, terms that are mixed into them, and
         what these take."""
-        mixes = any(STEPS[step.primitive].family == "mix" for step in self.tail.steps)
+        mixes = self.tail.steps_that("mix")
         terms = sum(_cost.nbytes(term.out) for term in self.tail.terms if term.eqn is not None)
         return self.gradient + sum(t.scratch for t in self.tail.terms) + (terms if mixes else 0)
 

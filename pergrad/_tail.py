@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,10 @@ class Tail:
                 needed |= set(distinct(step.invars))
         return [term for term in self.terms if term.out in needed]
 
+    def steps_that(self, family: str) -> list[JaxprEqn]:
+        """The steps of a family, those that move, scale or mix entries."""
+        return [step for step in self.steps if STEPS[step.primitive].family == family]
+
     def operand(self, step: JaxprEqn) -> Var:
         """The operand of a move or a scale that comes from the terms."""
         on_the_way = {v for s in self.steps for v in s.outvars} | {term.out for term in self.terms}
@@ -116,16 +120,26 @@ class Tail:
 
     def why_not_one_number(self) -> str | None:
         """Why the steps do not multiply all entries by one and the same number; None if they do."""
-        scales = [step for step in self.steps if STEPS[step.primitive].family == "scale"]
-        numbers = [v for step in scales for v in step.invars if v is not self.operand(step)]
+        numbers = [
+            v for step in self.steps_that("scale") for v in step.invars if v is not self.operand(step)
+        ]
         return "scales entries one by one" if any(size(v) != 1 for v in numbers) else None
 
     def similarity(self, env: Env, dtype: Any) -> jax.Array:
         """That one number, by which the gradient differs from its moved term."""
-        scales = [step for step in self.steps if STEPS[step.primitive].family == "scale"]
-        return math.prod(
-            (self.number(s, env, dtype).reshape(()) for s in scales), start=jnp.ones((), dtype)
-        )
+        numbers = (self.number(step, env, dtype).reshape(()) for step in self.steps_that("scale"))
+        return math.prod(numbers, start=jnp.ones((), dtype))
+
+    def moved_and_scaled(
+        self, env: Env, scaled: Callable[[JaxprEqn, jax.Array], jax.Array]
+    ) -> jax.Array:
+        """The one gradient, from the term in `env`; `scaled` does the steps that scale, none mixes."""
+        for step in self.steps:
+            if STEPS[step.primitive].family == "scale":
+                env[step.outvars[0]] = scaled(step, env[self.operand(step)])
+            else:
+                evaluate_wide([step], env)
+        return read(env, self.grads[0])
 
     def gradients(self, factors: Sequence[Any], constants: Sequence[Any]) -> list[jax.Array]:
         """One example's gradients, from its factors and the constants."""

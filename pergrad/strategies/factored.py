@@ -14,9 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pergrad._eval import evaluate_wide, read
 from pergrad._statistics import LeafStatistic, Mean
-from pergrad._steps import STEPS
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
 from pergrad.terms import Product
@@ -42,13 +40,9 @@ class Factored(Strategy):
         phi = mean.apply if mean.phi is not None else lambda x: x
         env = tail.env(examples.factors, examples.constants)
         env[product.out] = product.sum_of(phi, env, examples.weights)
-        for step in tail.steps:
-            if STEPS[step.primitive].family == "scale":
-                x = env[tail.operand(step)]
-                env[step.outvars[0]] = x * mean.apply(tail.number(step, env, x.dtype))
-            else:
-                evaluate_wide([step], env)
-        return read(env, tail.grads[0])
+        return tail.moved_and_scaled(
+            env, lambda step, x: x * mean.apply(tail.number(step, env, x.dtype))
+        )
 
 
 def why_not_an_outer_product(tail: Tail) -> str | None:
@@ -57,6 +51,6 @@ def why_not_an_outer_product(tail: Tail) -> str | None:
         return "not a single product"
     if tail.terms[0].contributions != 1:
         return "sums over positions"
-    if len(tail.grads) != 1 or any(STEPS[s.primitive].family == "mix" for s in tail.steps):
+    if len(tail.grads) != 1 or tail.steps_that("mix"):
         return "mixes entries after the product"
     return None

@@ -23,9 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pergrad._eval import evaluate_wide, read
 from pergrad._statistics import LeafStatistic, Mean, Variance, Weights, total, weigh
-from pergrad._steps import STEPS
 from pergrad._tail import Tail
 from pergrad._whole import Pairs, SquaredNorm
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -44,7 +42,7 @@ class Sparse(Strategy):
             return "needs the whole gradient"
         if len(tail.terms) != 1 or not isinstance(tail.terms[0], Lookup):
             return "not a single lookup"
-        if len(tail.grads) != 1 or any(STEPS[s.primitive].family == "mix" for s in tail.steps):
+        if len(tail.grads) != 1 or tail.steps_that("mix"):
             return "mixes entries after the lookup"
         if why_not := tail.why_not_one_number():
             return why_not
@@ -73,15 +71,19 @@ class Sparse(Strategy):
             table = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
             sums = {mean: table[i] + n * mean.apply(zero) for i, mean in enumerate(means)}
 
+        def moved(table: jax.Array) -> jax.Array:
+            """The table after the moves, which commute with any phi; its rows are scaled already."""
+            return tail.moved_and_scaled(env | {lookup.out: table}, lambda _, x: x)
+
         def result(job: Job) -> Any:
             match job.statistic:
                 case Variance():
                     mean = sums[_MEAN] / jnp.maximum(n, jnp.finfo(n.dtype).tiny)
                     m2 = _squares_around(mean, lookup, rows, w, n)
-                    mean, m2 = (_moved(tail, lookup, x, examples) for x in (mean, m2))
+                    mean, m2 = moved(mean), moved(m2)
                     return job.statistic.merge(job.given, (n, mean, m2))
                 case Mean():
-                    return job.given + _moved(tail, lookup, sums[job.statistic], examples)
+                    return job.given + moved(sums[job.statistic])
                 case SquaredNorm():
                     return _squared_norms(lookup, rows)
                 case Pairs():
@@ -115,17 +117,6 @@ def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: 
     # A row that all touch has t = n, which rounding would miss: a whole number tells.
     all_touch = touching == total(is_there, rows.first.shape[0])
     return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)
-
-
-def _moved(tail: Tail, lookup: Lookup, table: jax.Array, examples: Examples) -> jax.Array:
-    """The table after the tail's moves, which commute with any phi; its scaling has been done."""
-    env = tail.env(examples.factors, examples.constants) | {lookup.out: table}
-    for step in tail.steps:
-        if STEPS[step.primitive].family == "scale":
-            env[step.outvars[0]] = env[tail.operand(step)]
-        else:
-            evaluate_wide([step], env)
-    return read(env, tail.grads[0])
 
 
 def _is_finite_at_zero(mean: Mean) -> bool:

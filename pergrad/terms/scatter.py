@@ -265,10 +265,8 @@ def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
     if isinstance(atom, Literal):
         return bool(np.all(np.asarray(atom.val) == 0))
     eqn = made_by.get(atom)
-    return eqn is not None and eqn.primitive in _LAYING_OUT and is_zero(eqn.invars[0], made_by)
-
-
-_LAYING_OUT = (primitives.broadcast_in_dim_p, primitives.reshape_p)
+    laid_out = (primitives.broadcast_in_dim_p, primitives.reshape_p)
+    return eqn is not None and eqn.primitive in laid_out and is_zero(eqn.invars[0], made_by)
 
 
 def _first_of_equals(keys: jax.Array) -> jax.Array:
