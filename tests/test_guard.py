@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from pergrad.lab.bench.models import LSTM, MLP, Transformer
+from pergrad.lab.bench.models import CNN, LSTM, MLP, Transformer
 from pergrad.strategies import streamed
 
 MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
@@ -32,6 +32,7 @@ LONG = Transformer(batch=8, length=256, width=256, layers=1, vocab=1024)
 TIED = Transformer(batch=8, length=128, width=256, layers=1, vocab=4096, tied=True)
 SCANNED = Transformer(batch=8, length=128, width=256, layers=4, vocab=1024, scanned=True)
 RECURRENT = LSTM(batch=32, length=64, width=256, vocab=256)
+CONVOLUTIONAL = CNN(batch=64, size=32, widths=(32, 64, 64), strides=(1, 2, 2), classes=10)
 PERCEPTRON = MLP(batch=128, width=1024, layers=2)
 
 
@@ -53,6 +54,7 @@ LIMITS = {
     "scanned: moments": Limit(SCANNED, MOMENTS, None, None, 1.06),
     "lstm: moments": Limit(RECURRENT, MOMENTS, None, None, 1.4),
     "lstm: tokens": Limit(RECURRENT, TOKENS, None, None, 1.45),
+    "cnn: moments": Limit(CONVOLUTIONAL, MOMENTS, None, None, 0.98),
     "mlp: moments": Limit(PERCEPTRON, MOMENTS, None, 1.42, 1.7),
     "mlp: norms": Limit(PERCEPTRON, NORMS, None, 0.62, 1.7),
 }

@@ -38,11 +38,15 @@ class Streamed(Strategy):
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        xs = examples.along
+        # Without axes of length 1: XLA copies what goes into a loop if it had put them elsewhere.
+        factors, own_weights = examples.along
+        shapes = [x.shape[1:] for x in factors]
+        xs = [x.reshape(len(x), *(n for n in x.shape[1:] if n != 1)) for x in factors], own_weights
         accumulators = [(j.grad, j.statistic) for j in jobs if isinstance(j.statistic, Accumulator)]
         readings = [(j.grad, j.statistic, j.given) for j in jobs if isinstance(j.statistic, Reading)]
 
         def gradients(factors: list[jax.Array]) -> list[jax.Array]:
+            factors = [x.reshape(shape) for x, shape in zip(factors, shapes, strict=True)]
             return tail.gradients(factors, examples.constants)
 
         def one(states: list[State], xs: Any) -> tuple[list[State], list[Any]]:

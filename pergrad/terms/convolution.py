@@ -21,7 +21,6 @@ the first, and so on: a batch axis of the product.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
@@ -35,7 +34,7 @@ from pergrad._eval import Env, distinct, read
 from pergrad._statistics import Weights, accumulation_dtype, weigh, weigh_factors
 from pergrad.terms._term import Term
 
-MOST_POSITIONS = 128  # each is a slice of its own in the program
+MOST_POSITIONS = 128  # each is a copy of x in the patches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Convolution(Term):
         dims, groups = self.eqn.params["dimension_numbers"], self.eqn.params["batch_group_count"]
         (n, *x_summed), (o, *y_summed) = dims.lhs_spec, dims.rhs_spec
         x, y = jnp.transpose(x, (*x_summed, n)), jnp.transpose(y, (*y_summed, o))
-        patches = jnp.stack(self._patches(x, y.shape[1:-1]))
+        patches = self._patches(x, y.shape[1:-1])
         patches = patches.reshape(len(patches), self.contributions, groups, -1)
         return patches, y.reshape(self.contributions, groups, -1)
 
@@ -107,21 +106,20 @@ class Convolution(Term):
         g = lax.dot_general(patch, y, (((), ()), ((1,), (0,))), preferred_element_type=dtype)
         return self._from_product(g)
 
-    def _patches(self, x: jax.Array, sizes: Collection[int]) -> list[jax.Array]:
-        """X_p [i, k..., n] for every p, from x [i, spatial..., n], with as many k as `sizes` says."""
+    def _patches(self, x: jax.Array, sizes: Sequence[int]) -> jax.Array:
+        """X [p, i, k..., n] from x [i, spatial..., n], with as many k as `sizes` says."""
         params = self.eqn.params
         strides, dilations = params["window_strides"], params["rhs_dilation"]
         holes = [d - 1 for d in params["lhs_dilation"]]
         edges = [(lo, hi, hole) for (lo, hi), hole in zip(params["padding"], holes, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
-        patches = []
-        for p in itertools.product(*map(range, self.positions)):
-            starts = [s * a for s, a in zip(strides, p, strict=True)]
-            ends = [a + d * (k - 1) + 1 for a, d, k in zip(starts, dilations, sizes, strict=True)]
-            patches.append(
-                lax.slice(x, (0, *starts, 0), (x.shape[0], *ends, x.shape[-1]), (1, *dilations, 1))
-            )
-        return patches
+        # One axis after the other, the last first, which puts the positions in order: [p..., i, k..., n].
+        # That takes as many slices as the kernel is high and wide together, and each is to be compiled.
+        for axis in reversed(range(len(sizes))):
+            length, at = dilations[axis] * (sizes[axis] - 1) + 1, axis - len(sizes) - 1
+            starts = [strides[axis] * p for p in range(self.positions[axis])]
+            x = jnp.stack([lax.slice_in_dim(x, a, a + length, dilations[axis], at) for a in starts])
+        return x.reshape(-1, *x.shape[len(sizes) :])
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
         # JAX 0.7 cannot differentiate a convolution whose result is wider than its operands.
