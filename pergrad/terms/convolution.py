@@ -113,8 +113,8 @@ class Convolution(Term):
         holes = [d - 1 for d in params["lhs_dilation"]]
         edges = [(lo, hi, hole) for (lo, hi), hole in zip(params["padding"], holes, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
-        # One axis after the other, the last first, which puts the positions in order: [p..., i, k..., n].
-        # That takes as many slices as the kernel is high and wide together, and each is to be compiled.
+        # Along one axis after the other, the last first, which puts the positions in order. That takes
+        # as many slices as the kernel is high and wide together, each of which has to be compiled.
         for axis in reversed(range(len(sizes))):
             length, at = dilations[axis] * (sizes[axis] - 1) + 1, axis - len(sizes) - 1
             starts = [strides[axis] * p for p in range(self.positions[axis])]
