@@ -349,7 +349,8 @@ class Call:
             if not isinstance(statistic, Accumulator):
                 return result
             place = tail.params.index(param)
-            units = count * units_per_example(tail, place, per_of(statistic))
+            of_each = units_per_example(tail, place, per_of(statistic))
+            units = count if of_each == 1 else count * of_each
             like = aval(cut.program.grads[param])
             if self.devices.axes:  # parts are rounded when they have been added up
                 like = jax.ShapeDtypeStruct(like.shape, accumulation_dtype(like.dtype))

@@ -1,17 +1,17 @@
 """Step 4: the rewritten program runs for all examples at once, and every tail is reduced.
 
-The program of one example is evaluated under `jax.vmap`, the backbone as it stands. A tail is a call
-with a batching rule of its own (`custom_vmap`): for a batch it reduces over the examples and returns
-the states of its accumulators, which have no example axis any more, and its readings, which have one.
-The tails come after the whole backbone, so that XLA is free to run each as soon as its factors are
-there. Those of layers that a loop runs come at the end of its step, and their results leave the loop
-stacked.
+The backbone of one example is evaluated under `jax.vmap`, as it stands, and hands out the factors of its
+tails for all examples. Then every tail is reduced over them; XLA is free to do so as soon as its factors
+are there. For clipped means tails are reduced once more, with other weights, when all norms have been
+read. What needs the gradients of all examples side by side comes last, from their factors, which are
+kept for it.
 
-Each tail is given the example's weight even if it needs none: a tail that did not depend on the batch
-would never meet our `vmap`, and a user's own outer `vmap` would then reduce it over the wrong axis.
-
-For clipped means tails are called once more, with other weights, when all norms have been read. What
-needs the gradients of all examples side by side comes last, from their factors, which are kept for it.
+The tails of layers that a loop runs come at the end of its step, and their results leave the loop
+stacked. Such a tail is a call with a batching rule of its own (`custom_vmap`): for a batch it reduces
+over the examples and returns the states of its accumulators, which have no example axis any more, and
+its readings, which have one. It is given the example's weight even if it needs none: a tail that did not
+depend on the batch would never meet our `vmap`, and a user's own outer `vmap` would then reduce it over
+the wrong axis.
 
 Microbatches are a `lax.scan` around all that, which hands the states on. A batch or microbatch of one
 example runs without `vmap`: an axis of length 1 in front would only be in XLA's way (see `_squeeze`). If
@@ -21,6 +21,7 @@ states of all.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pergrad._choose import Choice, Phase
+from pergrad._choose import Choice, Phase, TailPlan
 from pergrad._compat import aval
 from pergrad._cut import Cut, CutLoop, Part
 from pergrad._devices import Devices
@@ -47,7 +48,6 @@ from pergrad.strategies import Examples, Job
 Jobs = list[tuple[int, LeafStatistic]]
 Results = list[list[Any]]  # for each tail, one for each of its jobs
 Numbered = dict[int, list[Any]]  # the same, by the number of the tail
-Reducer = Callable[[Tail, Sequence[Choice], Jobs, float | None], Callable[..., list[Any]]]
 Reducers = dict[int, tuple[int, Callable[..., list[Any]]]]  # by identity of the tail: number, reducer
 
 
@@ -167,40 +167,47 @@ def _run_at_once(
     given: Results,
 ) -> Outcome:
     program = cut.program
-    shared = None if isinstance(w, jax.Array) else w
     size = examples[0].shape[0]
+    in_loops = range(len(cut.tails), len(schedule.tails))
     reducer = _reducer_of_one if size == 1 else _reducer
     reducers: Reducers = {
-        id(t.tail): (n, reducer(t.tail, t.of(Phase.FIRST), t.jobs(Phase.FIRST), shared))
+        id(t.tail): (n, reducer(t, None if isinstance(w, jax.Array) else w))
         for n, t in enumerate(schedule.tails)
+        if n in in_loops
     }
 
     def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
         env = program.given(params, example)
-        first = {n: own[: len(schedule.tails[n].jobs(Phase.FIRST))] for n, own in enumerate(given)}
-        by_number = _run_part(cut, env, reducers, w, first)
-        results = [by_number[n] for n in range(len(given))]
-        clipped = _run_clipped(schedule, env, w, results, given, reducer)
-        results = [a + b for a, b in zip(results, clipped, strict=True)]
-        factors = {
-            n: [env[v] for v in t.tail.factors] for n, t in enumerate(schedule.tails) if t.keeps_factors
-        }
+        by_number = _run_backbone(cut, env, reducers, w, {n: given[n] for n in in_loops})
+        results = [by_number.get(n, [None] * len(own)) for n, own in enumerate(given)]
+        factors = [[env[v] for v in tail.factors] for tail in cut.tails]
+        constants = [[env[v] for v in tail.constants] for tail in cut.tails]
         aux = [read(env, v) for v in program.aux]
-        readings = _only(schedule, Reading, results)
-        return (read(env, program.value), aux, readings, factors), _only(schedule, Accumulator, results)
+        own = read(env, program.value), aux, _only(schedule, Reading, results), factors
+        return own, (_only(schedule, Accumulator, results), constants)
 
-    w = w if isinstance(w, jax.Array) else jnp.full(size, w)
+    own_weights = w if isinstance(w, jax.Array) else jnp.full(size, w)
     if size == 1:
-        own, states = one([x[0] for x in examples], w[0])
-        per_example = jax.tree.map(lambda x: jnp.expand_dims(x, 0), own)
+        own, shared = one([x[0] for x in examples], own_weights[0])
+        own = jax.tree.map(lambda x: jnp.expand_dims(x, 0), own)
     else:
-        per_example, states = jax.vmap(one, out_axes=(0, None))(examples, w)
-    losses, aux, readings, factors = per_example
-    return Outcome(losses, aux, _either(states, readings), factors)
+        own, shared = jax.vmap(one, out_axes=(0, None))(examples, own_weights)
+    (losses, aux, readings, factors), (states, constants) = own, shared
+
+    results = _either(states, readings)
+    inputs = [Examples(size, w, *own) for own in zip(factors, constants, strict=True)]
+    for n, own in enumerate(inputs):
+        t = schedule.tails[n]
+        jobs = t.jobs(Phase.FIRST)
+        results[n] = _reduce(t.tail, t.of(Phase.FIRST), jobs, given[n][: len(jobs)], own)
+    for n, clipped in _clipped(schedule, inputs, own_weights, results, given).items():
+        results[n] += clipped
+    kept = {n: own.factors for n, own in enumerate(inputs) if schedule.tails[n].keeps_factors}
+    return Outcome(losses, aux, results, kept)
 
 
-def _run_part(part: Part, env: Env, reducers: Reducers, w: jax.Array, given: Numbered) -> Numbered:
-    """Runs the backbone, which adds to `env`, and then the tails: their results, by number."""
+def _run_backbone(part: Part, env: Env, reducers: Reducers, w: jax.Array, given: Numbered) -> Numbered:
+    """Runs the backbone, which adds to `env`: the results of the tails in its loops, by number."""
     results: Numbered = {}
     for eqn in part.backbone:
         cut_loop = part.loops.get(id(eqn))
@@ -208,14 +215,7 @@ def _run_part(part: Part, env: Env, reducers: Reducers, w: jax.Array, given: Num
             evaluate([eqn], env)
         else:
             results |= _run_loop(cut_loop, env, reducers, w, given)
-    for tail in part.tails:
-        n, reduce = reducers[id(tail)]
-        results[n] = reduce(w, *_inputs(tail, env), given[n])
     return results
-
-
-def _inputs(tail: Tail, env: Env) -> tuple[list[Any], list[Any]]:
-    return [env[v] for v in tail.factors], [env[v] for v in tail.constants]
 
 
 def _run_loop(
@@ -230,7 +230,11 @@ def _run_loop(
     def step(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
         own, given = x
         step_env = loop.env(consts, carry, own)
-        results = _run_part(cut_loop.step, step_env, reducers, w, given)
+        results = _run_backbone(cut_loop.step, step_env, reducers, w, given)
+        for tail in cut_loop.step.tails:
+            n, reduce = reducers[id(tail)]
+            factors, constants = ([step_env[v] for v in vs] for vs in (tail.factors, tail.constants))
+            results[n] = reduce(w, factors, constants, given[n])
         outs = [read(step_env, loop.step.jaxpr.outvars[k]) for k in outputs]
         return outs[: loop.num_carry], (outs[loop.num_carry :], results)
 
@@ -239,10 +243,14 @@ def _run_loop(
     return results
 
 
-def _run_clipped(
-    schedule: Schedule, env: Env, w: jax.Array, results: Results, given: Results, reducer: Reducer
-) -> Results:
-    """For each tail its clipped means; `results` has the norms."""
+def _clipped(
+    schedule: Schedule,
+    inputs: Sequence[Examples],
+    w: jax.Array,
+    results: Results,
+    given: Results,
+) -> Numbered:
+    """The clipped means of tails, which stand in no loop; `results` has the norms, `w` is [B]."""
     squares = {
         t.tail.params[k]: result
         for t, own in zip(schedule.tails, results, strict=True)
@@ -251,14 +259,14 @@ def _run_clipped(
     }
 
     @functools.cache
-    def weight(statistic: ClippedMean, params: tuple[int, ...]) -> jax.Array:
-        """An example's weight among the clipped, from its norm over these parameters."""
+    def weights(statistic: ClippedMean, params: tuple[int, ...]) -> jax.Array:
+        """The examples' weights among the clipped, from their norms over these parameters."""
         own = statistic.weight(added_up([squares[param] for param in params]))
         return jnp.where(w != 0, w * own.astype(w.dtype), 0)
 
-    clipped: Results = []
-    for t, states in zip(schedule.tails, given, strict=True):
-        starts = dict(zip(t.running(), states, strict=True))
+    clipped: Numbered = {}
+    for n, t in enumerate(schedule.tails):
+        starts = dict(zip(t.running(), given[n], strict=True))
         made = {}
         for choice in t.of(Phase.CLIPPED):
             (statistic,) = choice.statistics
@@ -267,27 +275,25 @@ def _run_clipped(
             for together in [places] if statistic.by == "all" else [[k] for k in places]:
                 params = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
                 jobs: Jobs = [(k, statistic) for k in together]
-                reduce = reducer(t.tail, [choice], jobs, None)
-                own = weight(statistic, tuple(params))
-                ends = reduce(own, *_inputs(t.tail, env), [starts[job] for job in jobs])
+                own = dataclasses.replace(inputs[n], weights=weights(statistic, tuple(params)))
+                ends = _reduce(t.tail, [choice], jobs, [starts[job] for job in jobs], own)
                 made |= dict(zip(jobs, ends, strict=True))
-        clipped.append([made[job] for job in t.jobs(Phase.CLIPPED)])
+        clipped[n] = [made[job] for job in t.jobs(Phase.CLIPPED)]
     return clipped
 
 
-def _reducer(
-    tail: Tail, choices: Sequence[Choice], jobs: Jobs, shared: float | None
-) -> Callable[..., list[Any]]:
-    """A tail as a call that, for a batch, reduces over its examples.
+def _reducer(t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
+    """A tail in a loop as a call that, for a batch, reduces over its examples.
 
     `shared` is the weight of all of them, or None if each has its own.
     """
+    jobs = t.jobs(Phase.FIRST)
 
     @custom_vmap
     def reduce(w: Any, factors: list[Any], constants: list[Any], given: list[Any]) -> list[Any]:
         # Never run, since the weight has the example axis: it says what the results look like.
         return [
-            _zeros_like_reading(statistic, aval(tail.grads[k]), x)
+            _zeros_like_reading(statistic, aval(t.tail.grads[k]), x)
             if isinstance(statistic, Reading)
             else x
             for (k, statistic), x in zip(jobs, given, strict=True)
@@ -307,7 +313,7 @@ def _reducer(
             for x, has_axis in zip(factors, batched[1], strict=True)
         ]
         examples = Examples(size, w if shared is None else shared, factors, constants)
-        results = _reduce(tail, choices, jobs, given, examples)
+        results = _reduce(t.tail, t.of(Phase.FIRST), jobs, given, examples)
         has_axis = [
             jax.tree.map(lambda _, s=statistic: isinstance(s, Reading), result)
             for (_, statistic), result in zip(jobs, results, strict=True)
@@ -317,15 +323,14 @@ def _reducer(
     return reduce
 
 
-def _reducer_of_one(
-    tail: Tail, choices: Sequence[Choice], jobs: Jobs, shared: float | None
-) -> Callable[..., list[Any]]:
-    """A tail as a call that reduces a batch of one, given without an example axis."""
+def _reducer_of_one(t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
+    """A tail in a loop as a call that reduces a batch of one, given without an example axis."""
+    jobs = t.jobs(Phase.FIRST)
 
     def reduce(w: Any, factors: list[Any], constants: list[Any], given: list[Any]) -> list[Any]:
         in_front = [jnp.expand_dims(x, 0) for x in factors]
         examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
-        results = _reduce(tail, choices, jobs, given, examples)
+        results = _reduce(t.tail, t.of(Phase.FIRST), jobs, given, examples)
         return [
             x[0] if isinstance(statistic, Reading) else x
             for (_, statistic), x in zip(jobs, results, strict=True)

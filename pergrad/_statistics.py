@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pergrad._devices import Devices
@@ -162,7 +163,7 @@ def per_of(statistic: Statistic) -> Per:
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
     """`w * x`, and 0 where the weight is 0 even if `x` is not finite. `w` has `x`'s leading axes."""
     if not isinstance(w, jax.Array):
-        return x if w == 1 else x * w
+        return x if w == 1 else lax.mul(x, np.asarray(w, x.dtype))
     w = w.reshape(w.shape + (1,) * (x.ndim - w.ndim)).astype(x.dtype)
     return jnp.where(w != 0, w * x, jnp.zeros((), x.dtype))
 
@@ -175,8 +176,8 @@ def weigh_factors(x: jax.Array, d: jax.Array, w: jax.Array) -> tuple[jax.Array, 
 def weighted_sum(xs: jax.Array, w: Weights) -> jax.Array:
     """`sum_i w_i xs[i]`; one weight for all is applied to the sum."""
     if not isinstance(w, jax.Array):
-        return weigh(jnp.sum(xs, axis=0), w)
-    return jnp.sum(weigh(xs, w), axis=0)
+        return weigh(lax.reduce_sum(xs, (0,)), w)
+    return lax.reduce_sum(weigh(xs, w), (0,))
 
 
 def total(w: Weights, size: int) -> jax.Array | float:
@@ -286,13 +287,13 @@ class Mean(Accumulator):
         return jnp.asarray(out).astype(dtype)
 
     def init(self, like: Shaped) -> State:
-        return jnp.zeros(like.shape, accumulation_dtype(like.dtype))
+        return lax.full(like.shape, 0, accumulation_dtype(like.dtype))
 
     def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        return state + weigh(self.apply(g), w)
+        return lax.add(state, weigh(self.apply(g), w))
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        return state + weighted_sum(self.apply(gs), w)
+        return lax.add(state, weighted_sum(self.apply(gs), w))
 
     def part_of_all(self, state: State, devices: Devices) -> State:
         return state

@@ -14,6 +14,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
+
 from pergrad._statistics import LeafStatistic, Mean
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -32,7 +34,7 @@ class Factored(Strategy):
         return why_not_an_outer_product(tail)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        return [job.given + self._sum(tail, job.statistic, examples) for job in jobs]
+        return [lax.add(job.given, self._sum(tail, job.statistic, examples)) for job in jobs]
 
     def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
         (product,) = tail.terms

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pergrad._statistics import Accumulator, LeafStatistic, Mean, Variance, Weights
 from pergrad._tail import Tail
@@ -52,7 +53,7 @@ class Summed(Strategy):
 
         def added(job: Job, g: jax.Array) -> Any:
             assert isinstance(job.statistic, Accumulator)
-            return job.given + g if tail.terms else job.statistic.add(job.given, g, total)
+            return lax.add(job.given, g) if tail.terms else job.statistic.add(job.given, g, total)
 
         is_projection = [isinstance(job.statistic, Projection) for job in jobs]
         gs = [] if all(is_projection) else sums(examples.weights, total)
