@@ -34,9 +34,9 @@ from pergrad._eval import evaluate, given, read
 from pergrad._flow import is_in
 from pergrad._leave import leave_branches, leave_loop
 from pergrad._loop import LOOPS, Loop
+from pergrad._steps import is_zero
 from pergrad._trace import Program
 from pergrad._walk import Walk, Wanted
-from pergrad.terms import is_zero
 
 
 def hoist(program: Program, wanted: Wanted) -> Program:

@@ -17,10 +17,10 @@ from pergrad._cost import size
 from pergrad._eval import Env, evaluate, given, read
 from pergrad._flow import evaluate_still, varying
 from pergrad._loop import Loop
-from pergrad._steps import ADDITIONS
+from pergrad._steps import ADDITIONS, is_zero
 from pergrad._tail import Tail
 from pergrad._walk import Walk
-from pergrad.terms import Product, Term, is_zero
+from pergrad.terms import Product, Term
 
 
 def leave_loop(

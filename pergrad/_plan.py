@@ -15,6 +15,7 @@ from pergrad._choose import Choice, Forced, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
+from pergrad._start import start_from_weight
 from pergrad._statistics import Accumulator, LeafStatistic, per_of
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, SquaredNorm
@@ -36,12 +37,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What runs: how many examples at once, in whole groups of `group_size`, and how each tail does."""
+    """What runs: how many examples at once, in whole groups of `group_size`, and how each tail does.
+
+    `weighed` are the variables that carry the weight of an example, where all have the same: then the
+    backward pass starts from it.
+    """
 
     batch_size: int
     microbatch_size: int
     group_size: int
     tails: tuple[TailPlan, ...] = dataclasses.field(repr=False)
+    weighed: frozenset[Var] = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +87,8 @@ def make_schedule(
     group_size = math.lcm(*(p for own in wanted for s in own if isinstance(p := per_of(s), int)))
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
-    tails = tuple(choose(tail, wanted, at_once, device, forced) for tail in cut.all_tails())
-    return Schedule(batch_size, at_once, group_size, tails)
+    tails = [choose(tail, wanted, at_once, device, forced) for tail in cut.all_tails()]
+    return Schedule(batch_size, at_once, group_size, *start_from_weight(cut.program, tails))
 
 
 def _choose_microbatch_size(
@@ -195,6 +201,7 @@ def describe(schedule: Schedule, cut: Cut, paths: Sequence[str], devices: int) -
         microbatch_size=at_once,
         group_size=schedule.group_size,
         tails=tails,
+        weighed=schedule.weighed,
         rows=tuple(rows[path] for path in paths),
         backend=device.name,
         operations=varying + steps * fixed + sum(row.operations for row in rows.values()),

@@ -40,6 +40,7 @@ from pergrad._eval import Env, evaluate, read
 from pergrad._factors import FactorPair, depends_on_cotangent, factor_pair
 from pergrad._flow import evaluate_still, needed_equations
 from pergrad._plan import Schedule
+from pergrad._start import seen_by
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State, Weights
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, Projection, SquaredNorm, added_up
@@ -168,6 +169,7 @@ def _run_at_once(
 ) -> Outcome:
     program = cut.program
     size = examples[0].shape[0]
+    start = w if schedule.weighed and not isinstance(w, jax.Array) else 1.0
     in_loops = range(len(cut.tails), len(schedule.tails))
     reducer = _reducer_of_one if size == 1 else _reducer
     reducers: Reducers = {
@@ -177,7 +179,7 @@ def _run_at_once(
     }
 
     def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
-        env = program.given(params, example)
+        env = program.given(params, example, start)
         by_number = _run_backbone(cut, env, reducers, w, {n: given[n] for n in in_loops})
         results = [by_number.get(n, [None] * len(own)) for n, own in enumerate(given)]
         factors = [[env[v] for v in tail.factors] for tail in cut.tails]
@@ -199,7 +201,10 @@ def _run_at_once(
     for n, own in enumerate(inputs):
         t = schedule.tails[n]
         jobs = t.jobs(Phase.FIRST)
-        results[n] = _reduce(t.tail, t.of(Phase.FIRST), jobs, given[n][: len(jobs)], own)
+        results[n] = given[n][: len(jobs)]
+        for choice in t.of(Phase.FIRST):
+            seen = own if start == 1 else seen_by(choice, t.tail, own, schedule.weighed)
+            results[n] = _reduce(t.tail, [choice], jobs, results[n], seen)
     for n, clipped in _clipped(schedule, inputs, own_weights, results, given).items():
         results[n] += clipped
     kept = {n: own.factors for n, own in enumerate(inputs) if schedule.tails[n].keeps_factors}

@@ -180,6 +180,11 @@ def weighted_sum(xs: jax.Array, w: Weights) -> jax.Array:
     return lax.reduce_sum(weigh(xs, w), (0,))
 
 
+def added(state: jax.Array, x: jax.Array) -> jax.Array:
+    """`state + x`, and what JAX need not trace for it if both are of one type."""
+    return lax.add(state, x) if state.dtype == x.dtype else state + x
+
+
 def total(w: Weights, size: int) -> jax.Array | float:
     """The sum of the weights of `size` examples."""
     return jnp.sum(w) if isinstance(w, jax.Array) else w * size
@@ -290,10 +295,10 @@ class Mean(Accumulator):
         return lax.full(like.shape, 0, accumulation_dtype(like.dtype))
 
     def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        return lax.add(state, weigh(self.apply(g), w))
+        return added(state, weigh(self.apply(g), w))
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        return lax.add(state, weighted_sum(self.apply(gs), w))
+        return added(state, weighted_sum(self.apply(gs), w))
 
     def part_of_all(self, state: State, devices: Devices) -> State:
         return state

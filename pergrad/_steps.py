@@ -16,14 +16,15 @@ examples (a regulariser's gradient); then a step is linear up to that constant.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
-from pergrad._compat import JaxprEqn, Primitive, aval
+from pergrad._compat import Atom, JaxprEqn, Literal, Primitive, Var, aval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +99,19 @@ ADDITIONS: frozenset[Primitive] = frozenset({p.add_p, p.add_jaxvals_p})
 
 # Each result depends on the operand in the same place, and on no other.
 ONE_TO_ONE: frozenset[Primitive] = frozenset({_compat.optimization_barrier_p})
+
+
+def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether an operand is known to be zeros."""
+    if isinstance(atom, Literal):
+        return bool(np.all(np.asarray(atom.val) == 0))
+    eqn = made_by.get(atom)
+    laid_out = (p.broadcast_in_dim_p, p.reshape_p)
+    return eqn is not None and eqn.primitive in laid_out and is_zero(eqn.invars[0], made_by)
+
+
+def adds(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a step, linear in its operands `varying`, adds another that is not known to be zeros."""
+    step = STEPS[eqn.primitive]
+    added = set(step.linear_operands(eqn)) - set(varying)
+    return not step.one_of and not all(is_zero(eqn.invars[i], made_by) for i in added)

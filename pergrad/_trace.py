@@ -41,7 +41,7 @@ InlineTable = dict[Primitive, Inline]
 class Program:
     """The gradient program of one example.
 
-    Its inputs are the parameters, then what belongs to the example, then the cotangent of the loss, 1:
+    Its inputs are the parameters, then what belongs to the example, then the cotangent of the loss:
     what depends on it belongs to the backward pass. All that is the same for every call of the loss is a
     constant. Its outputs are the loss, the leaves of `aux`, the gradients.
     """
@@ -72,11 +72,13 @@ class Program:
             aux_tree=aux_tree,
         )
 
-    def given(self, params: Sequence[Any], example: Sequence[Any] | None = None) -> Env:
+    def given(
+        self, params: Sequence[Any], example: Sequence[Any] | None = None, cotangent: float = 1
+    ) -> Env:
         """What the program starts from; without the example, what is the same for all of them."""
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         env |= zip(self.params, params, strict=True)
-        env[self.cotangent] = jnp.ones((), _compat.aval(self.cotangent).dtype)
+        env[self.cotangent] = jnp.full((), cotangent, _compat.aval(self.cotangent).dtype)
         return env if example is None else env | dict(zip(self.example, example, strict=True))
 
     def replaced_by(self, program: ClosedJaxpr) -> Program:
@@ -96,7 +98,7 @@ def trace(
         (grads,) = pull(cotangent.astype(value.dtype))
         return value, aux[0] if has_aux else None, grads
 
-    args = params, example, jax.ShapeDtypeStruct((), jnp.float32)
+    args = params, example, jax.ShapeDtypeStruct((), jnp.result_type(float))
     nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(*args)
     flat = jax.make_jaxpr(lambda *args: _inline(nested, args, CALLS))(*jax.tree.leaves(args))
     return Program.of(flat, len(params), jax.tree.structure(aux_shape))

@@ -28,10 +28,10 @@ from pergrad._cost import programs, size
 from pergrad._eval import distinct, rounds
 from pergrad._flow import is_in, variables, varying
 from pergrad._loop import Loop
-from pergrad._steps import STEPS
+from pergrad._steps import STEPS, adds
 from pergrad._tail import Level, Tail
 from pergrad._trace import Program
-from pergrad.terms import SPLIT_TERMS, TERMS, Term, Total, is_zero
+from pergrad.terms import SPLIT_TERMS, TERMS, Term, Total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Walk:
             steps=steps,
             factors=tuple(factors),
             constants=tuple(constants),
-            adds=any(self._adds(eqn) for eqn in steps),
+            adds=any(adds(eqn, self.varying_operands(eqn), self.made_by) for eqn in steps),
             levels=levels,
         )
 
@@ -277,12 +277,6 @@ class Walk:
         """The equation that made the first operand that varies."""
         operands = [v for v in distinct(eqn.invars) if v in self.varies]
         return self.made_by.get(operands[0]) if operands else None
-
-    def _adds(self, eqn: JaxprEqn) -> bool:
-        """Whether a step adds something that does not vary, other than zeros."""
-        step = STEPS[eqn.primitive]
-        added = set(step.linear_operands(eqn)) - set(self.varying_operands(eqn))
-        return not step.one_of and not all(is_zero(eqn.invars[i], self.made_by) for i in added)
 
 
 def _connected(steps: dict[int, set[int]]) -> list[tuple[tuple[int, ...], list[int]]]:

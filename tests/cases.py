@@ -564,6 +564,21 @@ def custom_vjp(p: Tree, batch: Tree) -> Array:
     return mse(product(jnp.tanh(product(batch["x"], p["w"])), p["v"]), batch["y"])
 
 
+@jax.custom_vjp
+def clipped_backward(x: Array) -> Array:
+    return x
+
+
+clipped_backward.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.05, 0.05),))
+
+
+@case([layer(3, 7), layer(7, 2)], XY)
+def clipped_cotangent(p: Tree, batch: Tree) -> Array:
+    # A backward pass that is not linear in the cotangent of the loss, which must stay 1.
+    h = clipped_backward(jnp.tanh(dense(p[0], batch["x"])))
+    return mse(dense(p[1], h), batch["y"])
+
+
 @jax.custom_jvp
 def soft_clip(x: Array) -> Array:
     return jnp.clip(x, -1, 1)

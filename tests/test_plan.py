@@ -137,8 +137,29 @@ def test_mlp():
             assert "an outer product for each" in row.reason
             assert row.operations == 2 * row.plain_operations
         else:
-            assert (row.kind, row.strategy) == ("value", "materialise")
+            assert (row.kind, row.strategy) == ("value", "summed, materialise")
             assert row.reason.startswith("made by ")
+
+
+@jax.custom_vjp
+def clipped_backward(x):
+    return x
+
+
+clipped_backward.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+
+
+def test_what_the_backward_pass_starts_from():
+    def weighed(prepared, stats, dtype=jnp.float32):
+        x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in [(8, 4), (4, 4)])
+        return pg.explain(lambda w, x: jnp.mean(jnp.tanh(prepared(x @ w))), stats)(w, x).weighed
+
+    assert weighed(jnp.tanh, MOMENTS)
+    assert weighed(jnp.tanh, pg.Mean())
+    assert not weighed(clipped_backward, MOMENTS)
+    assert not weighed(jnp.tanh, MOMENTS, jnp.bfloat16)
+    assert not weighed(jnp.tanh, {"norm": pg.Norm(), **MOMENTS})
+    assert not plan_moments(Transformer(batch=4, length=8, width=64, layers=1, vocab=32)).weighed
 
 
 def test_tokens_of_a_lookup():

@@ -14,9 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
-
-from pergrad._statistics import LeafStatistic, Mean
+from pergrad._statistics import LeafStatistic, Mean, added
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
 from pergrad.terms import Product
@@ -34,7 +32,7 @@ class Factored(Strategy):
         return why_not_an_outer_product(tail)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        return [lax.add(job.given, self._sum(tail, job.statistic, examples)) for job in jobs]
+        return [added(job.given, self._sum(tail, job.statistic, examples)) for job in jobs]
 
     def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
         (product,) = tail.terms

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pergrad._statistics import Accumulator, LeafStatistic, Mean, Variance, Weights
+from pergrad._statistics import Accumulator, LeafStatistic, Mean, Variance, Weights, added
 from pergrad._tail import Tail
 from pergrad._whole import Projection
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -51,13 +50,13 @@ class Summed(Strategy):
             _, pull = jax.vjp(lambda w: sums(w, jnp.sum(w))[job.grad].astype(w.dtype), ones)
             return pull(job.given)[0]
 
-        def added(job: Job, g: jax.Array) -> Any:
+        def fed(job: Job, g: jax.Array) -> Any:
             assert isinstance(job.statistic, Accumulator)
-            return lax.add(job.given, g) if tail.terms else job.statistic.add(job.given, g, total)
+            return added(job.given, g) if tail.terms else job.statistic.add(job.given, g, total)
 
         is_projection = [isinstance(job.statistic, Projection) for job in jobs]
         gs = [] if all(is_projection) else sums(examples.weights, total)
         return [
-            projections(job) if is_one else added(job, gs[job.grad])
+            projections(job) if is_one else fed(job, gs[job.grad])
             for job, is_one in zip(jobs, is_projection, strict=True)
         ]

@@ -18,7 +18,6 @@ from pergrad.terms.ragged import Ragged as Ragged
 from pergrad.terms.scatter import Lookup as Lookup
 from pergrad.terms.scatter import Scatter as Scatter
 from pergrad.terms.scatter import Slice as Slice
-from pergrad.terms.scatter import is_zero as is_zero
 from pergrad.terms.total import Sum as Sum
 from pergrad.terms.total import Total as Total
 

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import primitives
 
-from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
+from pergrad._compat import Atom, JaxprEqn, Var, aval
 from pergrad._eval import Env, distinct, read
 from pergrad._statistics import Weights, accumulation_dtype, weigh
+from pergrad._steps import is_zero
 from pergrad.terms._term import Term
 
 
@@ -258,15 +258,6 @@ class Slice(Lookup):
 def _shift(axes: Collection[int]) -> tuple[int, ...]:
     """The same axes, behind the example axis."""
     return tuple(int(a) + 1 for a in axes)
-
-
-def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
-    """Whether an operand is known to be zeros."""
-    if isinstance(atom, Literal):
-        return bool(np.all(np.asarray(atom.val) == 0))
-    eqn = made_by.get(atom)
-    laid_out = (primitives.broadcast_in_dim_p, primitives.reshape_p)
-    return eqn is not None and eqn.primitive in laid_out and is_zero(eqn.invars[0], made_by)
 
 
 def _first_of_equals(keys: jax.Array) -> jax.Array:
