@@ -8,8 +8,8 @@ what came from the cotangent, where they pass over it anyway:
     sum_i w g_i = X^T D_w        sum_i w phi(g_i) = phi(X)^T (w phi(D_w / w))        with D_w = w D.
 
 So it is done where all other statistics do pass over the factors, and all examples have the same
-weight. It is not done where a step of the backward pass is not known to be linear (a `custom_vjp` may
-clip its cotangent), nor in half precision, which would round the weight.
+weight. It is not done where a gradient is not known to be linear in the cotangent (a `custom_vjp` may
+clip what it is given, or take no notice of it), nor in half precision, which would round the weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pergrad._choose import Choice, Phase, TailPlan
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._flow import is_in
 from pergrad._statistics import Accumulator, LeafStatistic, accumulation_dtype, weigh
-from pergrad._steps import ONE_TO_ONE, STEPS, adds
+from pergrad._steps import ONE_TO_ONE, STEPS, adds, is_zero
 from pergrad._tail import Tail
 from pergrad._trace import Program
 from pergrad.strategies import Examples, Summed
@@ -81,7 +81,7 @@ def _is_sum(statistic: LeafStatistic) -> bool:
 
 
 def _linear_in_cotangent(program: Program) -> frozenset[Var] | None:
-    """The variables of the backward pass if they are linear in the cotangent, and wide; else None."""
+    """What depends on the cotangent, if all of that and the gradients are linear in it, and wide."""
     found = {program.cotangent}
     made_by: dict[Var, JaxprEqn] = {}
     for eqn in program.jaxpr.eqns:
@@ -94,5 +94,7 @@ def _linear_in_cotangent(program: Program) -> frozenset[Var] | None:
             if step is None or not step.is_linear(eqn, operands) or adds(eqn, operands, made_by):
                 return None
             found |= set(eqn.outvars)
+    if not all(is_in(grad, found) or is_zero(grad, made_by) for grad in program.grads):
+        return None
     dtypes = {aval(v).dtype for v in found}
     return frozenset(found) if all(accumulation_dtype(d) == d for d in dtypes) else None
