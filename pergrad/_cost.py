@@ -61,6 +61,16 @@ def _programs(value: Any) -> list[Jaxpr]:
     return []
 
 
+def equations(eqns: Iterable[JaxprEqn]) -> int:
+    """How many equations run, those of a loop as often as it has steps."""
+    return sum(_equations_of(eqn) for eqn in eqns)
+
+
+def _equations_of(eqn: JaxprEqn) -> int:
+    inner = max((equations(jaxpr.eqns) for jaxpr in programs(eqn)), default=0)
+    return 1 + eqn.params.get("length", 1) * inner
+
+
 def _nothing(eqn: JaxprEqn) -> float:
     return 0
 

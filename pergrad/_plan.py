@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from pergrad import _cost, _price
-from pergrad._choose import Choice, Forced, TailPlan, choose, number_of
+from pergrad._choose import FORMING, Choice, Forced, Phase, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
 from pergrad._price import Backend, Prices
@@ -100,10 +100,10 @@ def _choose_microbatch_size(
     operating system and paged in, unless it is little; and B / m times the parameters and the states of
     all statistics, p bytes together, come from memory, and each of n equations is started:
     m a / fresh rate + (B / m) (p / memory rate + n equations + loop step). States of tails in loops, q
-    bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. Norms that a clipped
-    mean needs cost nothing with m = 1, where the gradient that is clipped is there to be looked at. On
-    the CPU XLA runs convolutions in loops several times slower than outside, so they are not put into
-    one.
+    bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. Clipped means have
+    another price with m = 1, where the gradient that is clipped is there to be looked at for its norm.
+    On the CPU XLA runs convolutions in loops several times slower than outside, so they are not put
+    into one.
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
@@ -113,14 +113,18 @@ def _choose_microbatch_size(
     p = sum(states) + sum(_cost.nbytes(v) for v in cut.program.params)
 
     clips = any(isinstance(s, ClippedMean) for own in wanted for s in own)
-    norms = sum(_seconds_of_norm(t, wanted, batch_size, device) for t in cut.all_tails()) if clips else 0
+
+    def clipping(m: int) -> float:
+        return sum(_seconds_of_clipping(t, wanted, batch_size, m, device) for t in cut.all_tails())
+
+    one_by_one, together = (clipping(1), clipping(batch_size)) if clips else (0.0, 0.0)
 
     step = p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
-    step += _equations(cut) * device.equation
+    step += _cost.equations(cut.backbone) * device.equation
 
     def seconds(m: int) -> float:
         paging = m * a / device.fresh_rate if m * a > device.kept_size else 0
-        return paging + batch_size / m * step + (norms if m > 1 else 0)
+        return paging + batch_size / m * step + (one_by_one if m == 1 else together)
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     fitting = [m for m in divisors if m * a <= device.working_set] or [1]
@@ -128,22 +132,18 @@ def _choose_microbatch_size(
     return max(fitting) if convolves and device.name == "cpu" else min(fitting, key=seconds)
 
 
-def _seconds_of_norm(
-    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend
+def _seconds_of_clipping(
+    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, at_once: int, device: Backend
 ) -> float:
-    norm = SquaredNorm()
-    choices = choose(tail, wanted, size, device, Forced("auto")).choices
-    return sum(
-        _prices_of(choice, size, device).seconds(choice.strategy, norm)
-        for choice in choices
-        if norm in choice.statistics
-    )
-
-
-def _equations(part: Part) -> float:
-    """How many equations of the backbone run, those of loops as often as they do."""
-    steps = (loop.loop.length * _equations(loop.step) for loop in part.loops.values())
-    return len(part.backbone) + sum(steps)
+    """Of the norms and the clipped means of `size` examples, if `at_once` go through the model."""
+    seconds = 0.0
+    for choice in choose(tail, wanted, at_once, device, Forced("auto")).choices:
+        prices = _prices_of(choice, at_once, device)
+        if choice.phase is Phase.CLIPPED and at_once == 1 and choice.strategy.name in FORMING:
+            seconds += prices.seconds_of_joining()
+        elif choice.phase is Phase.CLIPPED or SquaredNorm() in choice.statistics:
+            seconds += prices.seconds(choice.strategy, choice.statistics[0])
+    return seconds * size / at_once
 
 
 def _backbone_bytes(cut: Cut, size: int) -> float:

@@ -260,6 +260,8 @@ class Prices:
         """How many examples should go through one step of a stream."""
         if self.device.stream_size:
             return int(self.device.stream_size / max(self.formed, 1))
+        if any(term.scratch for term in self.tail.terms):
+            return 1  # patches of a convolution take longer than passes over the states
         products = (self.term_operations + self.step_operations) / self.device.product_rate
         passes = self._memory(self.gradient * (1 + 2 * self.statistics), at_once=0)
         return 4 if passes > 0.4 * products else 1
