@@ -117,9 +117,9 @@ def fastest(
     best = None
     for name, candidate in candidates:
         program = compile_afresh(name, candidate, *args, say=say)
-        tried[name] = _seconds(program, args)
+        tried[name], _ = _run(program, args)
         if tried[name] <= 2 * min(tried.values()):  # else it is not the first run that makes it slow
-            tried[name] = min(_seconds(program, args) for _ in range(2))
+            tried[name] = min(_run(program, args)[0] for _ in range(2))
         say(f"  {name} takes {1e3 * tried[name]:.0f} ms\n")
         lowest = min(tried.values())
         if tried[name] == lowest:
@@ -143,10 +143,15 @@ def time_all(
     A program that has used up its `budget` of seconds sits out the remaining rounds, but not before
     it has had `LEAST` timed runs, or one if that takes all of the budget. So `seconds[i]` of every
     result was measured in round i.
+
+    What a run returns is kept until the program's next run is over, as a training loop keeps it. Dropped
+    at once, memory for large results goes back to the operating system after one run and not after
+    another, and is paged in again within the next.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    spent = {name: _seconds(program, args) for name, program in programs.items()}
+    spent = {name: _run(program, args)[0] for name, program in programs.items()}
+    kept: dict[str, Any] = {}
     timed: dict[str, list[float]] = {name: [] for name in programs}
     say("  timing ")
     for index in range(rounds):
@@ -154,7 +159,7 @@ def time_all(
             least = LEAST if min(timed[name], default=0) < budget else 1
             if spent[name] > budget and len(timed[name]) >= least:
                 continue
-            seconds = _seconds(programs[name], args)
+            seconds, kept[name] = _run(programs[name], args)
             timed[name].append(seconds)
             spent[name] += seconds
         say(".")
@@ -191,7 +196,8 @@ def _order(names: list[str], index: int) -> list[str]:
     return rotated[::-1] if index % 2 else rotated
 
 
-def _seconds(program: Program, args: tuple[Any, ...]) -> float:
+def _run(program: Program, args: tuple[Any, ...]) -> tuple[float, Any]:
+    """The seconds of one run, and what it returns."""
     start = time.perf_counter()
-    jax.block_until_ready(program.run(*args))
-    return time.perf_counter() - start
+    results = jax.block_until_ready(program.run(*args))
+    return time.perf_counter() - start, results
