@@ -35,7 +35,7 @@ from pergrad._statistics import (
     Weights,
     accumulation_dtype,
     per_of,
-    weigh,
+    weighted_sum,
 )
 from pergrad._trace import trace
 from pergrad._units import units_per_example
@@ -368,7 +368,7 @@ class Call:
 
         dtype = outcome.losses.dtype
         losses = outcome.losses.astype(accumulation_dtype(dtype))
-        value = self.devices.add(jnp.sum(weigh(losses, self._shares(w)))).astype(dtype)
+        value = self.devices.add(weighted_sum(losses, self._shares(w))).astype(dtype)
         if self.request.has_aux:
             value = value, jax.tree.unflatten(cut.program.aux_tree, outcome.aux)
         return value, jax.tree.map(result, self.request.stats)
