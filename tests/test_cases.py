@@ -137,6 +137,18 @@ def test_strategies(case: Case) -> None:
     check_all(case, STRATEGIES, STATISTICS, "float64")
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_means_alone(case: Case) -> None:
+    """Where the backward pass may start from the examples' weight, which the means then leave out."""
+    size = (None, 1, BATCH)[CASES.index(case) % 3]
+    runner = Runner(case, (True, "none", size))
+    runner.statistics = {name: STATISTICS[name] for name in ("mean", "square", "cube", "count")}
+    plan = pg.explain(runner.loss, runner.statistics, **runner.options)(*runner.args)
+    if not plan.weighed:
+        runner.statistics = {"mean": STATISTICS["mean"]}
+    runner.check("auto")
+
+
 @pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
 def test_low_precision(case: Case) -> None:
     # What rounds in its own way; the other means do as the square does. From case to case the type

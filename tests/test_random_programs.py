@@ -22,7 +22,7 @@ from jax import Array, lax
 import pergrad as pg
 from pergrad._choose import STRATEGIES
 from tests import oracle
-from tests.cases import array, layer_norm, over, soft_clip
+from tests.cases import array, clipped_backward, layer_norm, over, own_backward, soft_clip
 from tests.conftest import STATISTICS, UNITS, Truth, assert_agrees
 from tests.whole import Questions
 
@@ -296,6 +296,8 @@ NONLINEARITIES: dict[str, Callable[[Array], Array]] = {
     "gelu": jax.nn.gelu,
     "silu": jax.nn.silu,
     "clip": soft_clip,
+    "clipped backward": clipped_backward,
+    "own backward": own_backward,
     "softmax": jax.nn.softmax,
 }
 
@@ -444,9 +446,12 @@ networks = st.builds(
 )
 
 
-# What is asked for: statistics of conftest, of whole gradients. The second can be had inside of loops.
+# What is asked for: statistics of conftest, of whole gradients. The backward pass may start from the
+# weight of an example for the first two. The fourth can be had inside of loops.
 MOMENTS = ["mean", "square", "cos", "variance"]
 ASKED = {
+    "mean": (["mean"], []),
+    "powers": (["mean", "square", "cube"], []),
     "moments": (MOMENTS, []),
     "in parts": (["square"], ["norm_by_leaf", "dot"]),
     "whole": ([*MOMENTS, "fold", "individual"], []),
