@@ -54,9 +54,9 @@ TORCH: dict[str, dict[str, str]] = {
 def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     """What goes where, by name, of the logs that are there (see `LOGS`)."""
     found = {}
+    titles: dict[str, str] = {**cases.TITLES}
     if "results" in logs:
         rows = logs["results"]["results"]
-        titles: dict[str, str] = {**cases.TITLES}
         for task, names in COLUMNS.items():
             own = [row for row in rows if row["part"] == "models" and row["task"] == task]
             found[task] = tables.markdown(own, titles, names)
@@ -67,13 +67,15 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     if "compile" in logs:
         command = "pergrad bench --parts compile"
         found["compile_measured"] = measured(command, logs["compile"], "{builds} builds")
-        found |= links(logs["compile"]["results"], f"{FIGURES}/compile")
+        rows = logs["compile"]["results"]
+        found["compile"] = tables.building(rows, titles)
+        found |= links(rows, f"{FIGURES}/compile")
     if "torch" in logs:
         rows = logs["torch"]["results"]
-        titles = {row["case"]: torch_title(row["case"]) for row in rows}
+        in_torch = {row["case"]: torch_title(row["case"]) for row in rows}
         for task, names in TORCH.items():
             own = [row for row in rows if row["task"] == task]
-            found[f"torch_{task}"] = tables.markdown(own, titles, names)
+            found[f"torch_{task}"] = tables.markdown(own, in_torch, names)
         found["torch_measured"] = measured("make bench-torch", logs["torch"])
         found["torch_left_out"] = left_out(rows)
     return found

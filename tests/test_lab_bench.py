@@ -91,7 +91,7 @@ def test_items():
     ]
     usual = {item.case for item in run.items((), (), ("tokens",))}
     assert usual == set(cases.DIFFERENT)
-    assert {item.part for item in run.items(("compile",), ("mlp",))} == {"compile"}
+    assert run.items(("compile",), ("mlp",)) == [run.Item("compile", "mlp", "moments")]
 
 
 def test_bench(tmp_path, capsys, monkeypatch):
@@ -150,6 +150,14 @@ def test_growth_and_compilation(monkeypatch):
         assert all(row["model"]["batch"] == row["size"] == 4 for row in rows)
         assert all(row["compile_seconds"] > 0 for row in rows)
         assert all(("seconds" in row) == (part == "growth") for row in rows)
+
+
+def test_compilation_of_a_model(monkeypatch):
+    monkeypatch.setitem(cases.CASES, "mlp", MLP(batch=2, width=4, layers=1))
+    rows = run.measure(run.Item("compile", "mlp", "moments"), run.Settings(builds=1), timing.silent)
+    assert {row["candidate"] for row in rows} >= {FLOOR, VMAP, PERGRAD}
+    (line,) = tables.building(rows, cases.TITLES).splitlines()[2:]
+    assert line.startswith("| MLP, B128, 4 x 1024 | ") and line.count("|") == 4 + HAS_MICRO_GRAD + 1
 
 
 def test_tokens_of_one_position():
@@ -227,6 +235,14 @@ def test_tables():
     assert tables.in_processes(ROWS, {"mlp": "MLP"}, {FLOOR: "f", VMAP: "v", PERGRAD: "p"}).endswith(
         "| MLP | 5 |  | 6 |"
     )
+    built = [{**row, "part": "compile"} for row in tables.measured(ROWS)]
+    built[-1] |= {"lower_seconds": 1.5, "compile_seconds": 3.0}
+    assert tables.building(built).splitlines() == [
+        f"| model | `{FLOOR}` | `{VMAP}` | `{MICRO_GRAD}` | `{PERGRAD}` |",
+        "|---|---|---|---|---|",
+        "| mlp | 3.00 s | 1.00 | 1.00 | 1.50 |",
+    ]
+    assert tables.building(ROWS) == ""
     console = Console(file=io.StringIO(), width=140)
     console.print(tables.in_terminal("title", ROWS))
     shown = console.file.getvalue()  # type: ignore
@@ -246,7 +262,8 @@ def grown(part: str) -> list[dict[str, Any]]:
 
 
 def test_figures(tmp_path):
-    paths = drawings.write([*ROWS, *grown("growth"), *grown("compile")], tmp_path)
+    built = [{**row, "part": "compile"} for row in ROWS]  # of models: in the table, not the figure
+    paths = drawings.write([*ROWS, *grown("growth"), *grown("compile"), *built], tmp_path)
     names = [
         f"{name}{ending}" for name in ("overhead", "growth", "compile") for ending in (".png", ".svg")
     ]

@@ -288,6 +288,8 @@ def bench(
     for item, rows in run.comparisons(every).items():
         if item.part == "models":
             console.print(tables.in_terminal(str(item), rows))
+    if built := tables.building(every):
+        console.print(Text(f"tracing and compiling\n{built}"))
     console.print(f"fastest of {rounds} rounds; ratios to the first; memory is XLA's temporary memory")
     for path in (out / "results.json", *drawings.write(every, out)):
         console.print(Text(str(path), "bold"), soft_wrap=True)

@@ -41,6 +41,7 @@ BESIDE: tuple[TaskName, ...] = ("moments", "clipped")  # of all models
 def write(rows: Iterable[Row], out: Path) -> list[Path]:
     """All figures that there are numbers for, as PNG and SVG in the directory `out`."""
     rows = [row for row in measured(rows) if row["candidate"] != AUTO]
+    rows = [row for row in rows if row["part"] == "models" or row["axis"]]
     parts = {part: [row for row in rows if row["part"] == part] for part in get_args(PartName)}
     draws = {"models": overhead, "growth": growth, "compile": compile_time}
     paths = []

@@ -75,8 +75,10 @@ def items(
             for task in wanted or get_args(TaskName)
             if names or case in cases.USUAL[task]
         ]
+    if "compile" in parts:
+        found += [Item("compile", case, "moments") for case in names or get_args(CaseName)]
     for part, axes in (("growth", cases.GROWTH), ("compile", cases.COMPILED)):
-        if part in parts:
+        if part in parts and not (names and part == "compile"):
             found += [
                 Item(part, "transformer", "moments", axis, size)
                 for axis, (_, sizes) in axes.items()
@@ -144,7 +146,8 @@ def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
         case "growth":
             problem, names = _grown(item, cases.GROWTH), (FLOOR, VMAP, MICRO_GRAD, PERGRAD)
         case "compile":
-            return _compiled(item, _grown(item, cases.COMPILED), settings.builds, say)
+            problem = _grown(item, cases.COMPILED) if item.axis else cases.problem(item.case)
+            return _compiled(item, problem, settings.builds, say)
         case _:
             problem = cases.problem(item.case)
     found = price.measure(

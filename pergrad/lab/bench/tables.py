@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pergrad.lab.tasks import PERGRAD, family
+from pergrad.lab.tasks import FLOOR, PERGRAD, family
 
 Row = Mapping[str, Any]
 
@@ -109,6 +109,26 @@ def in_processes(rows: Sequence[Row], titles: Mapping[str, str], names: Mapping[
         if peaks:
             lines.append([title, *(_number(peaks.get(name), 1e-6, ".0f") for name in names)])
     return _pipes(lines)
+
+
+def building(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> str:
+    """A line for each model: seconds to trace and compile the floor, then multiples of them.
+
+    `titles` are the models to show, by case; without them all, by the names of the cases.
+    """
+    own = [row for row in rows if row["part"] == "compile" and row["axis"] is None]
+    names = list(dict.fromkeys(family(row["candidate"]) for row in own))
+    lines = [["model", *(f"`{name}`" for name in names)]]
+    for case, title in (titles or {row["case"]: row["case"] for row in own}).items():
+        found = {
+            family(row["candidate"]): row["lower_seconds"] + row["compile_seconds"]
+            for row in own
+            if row["case"] == case
+        }
+        if found:
+            multiples = (short(found[n] / found[FLOOR]) if n in found else "–" for n in names[1:])
+            lines.append([title, f"{short(found[FLOOR])} s", *multiples])
+    return _pipes(lines) if own else ""
 
 
 def _number(value: float | None, scale: float, form: str) -> str:
