@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from pergrad.lab.bench.models import MLP, Transformer
+from pergrad import _cost
+from pergrad.lab.bench.models import CNN, MLP, MixtureOfExperts, Transformer
 from pergrad.strategies import streamed
 
 STRATEGIES = ["summed", "factored", "sparse", "streamed", "materialise"]
@@ -139,6 +140,13 @@ def test_mlp():
         else:
             assert (row.kind, row.strategy) == ("value", "summed, materialise")
             assert row.reason.startswith("made by ")
+
+
+def test_patches_go_through_a_stream_one_by_one():
+    rows = rows_of(plan_moments(CNN(batch=8, size=16, widths=(32, 64), strides=(1, 2), classes=4)))
+    for layer in (0, 1):
+        row = rows[f"['layers'][{layer}]['kernel']"]
+        assert (row.kind, row.strategy) == ("convolution", "streamed")
 
 
 @jax.custom_vjp
@@ -354,6 +362,31 @@ def test_auto_microbatch_of_small_activations():
     plan = pg.explain(loss, MOMENTS, microbatch_size="auto")(*args)
     assert plan.microbatch_size == 32
     assert "all at once" in str(plan)
+
+
+def test_auto_microbatch_of_clipped_means():
+    """One by one where norms are dear and gradients small, several where forming these is dearer."""
+
+    def size_for(model):
+        loss, *args = abstract(model)
+        clipped = {"clipped": pg.ClippedMean(1.0)}
+        return pg.explain(loss, clipped, microbatch_size="auto")(*args).microbatch_size
+
+    assert size_for(Transformer(batch=8, length=256, width=256, layers=1, vocab=1024)) == 1
+    experts = MixtureOfExperts(
+        batch=8, length=128, width=256, layers=1, vocab=1024, experts=8, hidden=512, dispatch="einsum"
+    )
+    assert size_for(experts) > 1
+
+
+def test_equations_of_loops_count_as_often_as_they_run():
+    def step(x, _):
+        return jnp.sin(jnp.cos(x)), None
+
+    def program(x):
+        return lax.scan(step, jnp.tanh(x), length=5)
+
+    assert _cost.equations(jax.make_jaxpr(program)(1.0).eqns) == 2 + 5 * 2
 
 
 @pytest.mark.parametrize("size", [1, 7, 48])
