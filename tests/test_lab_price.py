@@ -53,9 +53,25 @@ def test_programs_take_turns():
     assert rounds == ["abc", "abc", "acb", "cab", "cba"]  # the first to warm up
 
 
+def test_results_are_kept_until_the_next_are_there():
+    class Results:
+        alive = 0
+
+        def __init__(self):
+            Results.alive += 1
+            seen.append(Results.alive)
+
+        def __del__(self):
+            Results.alive -= 1
+
+    seen: list[int] = []
+    timing.time_all({"a": a_program(Results)}, rounds=3, say=timing.silent)
+    assert seen == [1, 1, 2, 2] and Results.alive == 0  # the first to warm up
+
+
 @pytest.mark.parametrize(("budget", "runs"), [(0.5, 1), (1.5, 3), (4.5, 4), (10.0, 5)])
 def test_a_budget_that_is_spent(budget, runs, monkeypatch):
-    monkeypatch.setattr(timing, "_seconds", lambda *args: 1.0)
+    monkeypatch.setattr(timing, "_run", lambda *args: (1.0, None))
     (result,) = timing.time_all({"a": a_program()}, rounds=5, budget=budget, say=timing.silent)
     assert len(result.seconds) == runs
 
