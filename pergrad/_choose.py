@@ -150,8 +150,9 @@ def _choose_for(
             strategy, reason = able[forced.name], "as asked"
         else:
             best = [s for s in able.values() if s.name not in FORMING or s == former]
-            if isinstance(statistic, Accumulator) and any(s.name not in FORMING for s in best):
-                best = [s for s in best if s.name not in FORMING]
+            others = [s for s in best if s.name not in FORMING]
+            if isinstance(statistic, Accumulator) and others and not prices.convolves:
+                best = others
             strategy = min(best or able.values(), key=lambda s: prices.seconds(s, statistic))
             reason = _why(strategy, units, size)
         if forced.name not in ("auto", *able):

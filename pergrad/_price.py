@@ -14,6 +14,7 @@ factors for all B examples, and s statistics,
                   or B F_g / batched rate        + 2 f / memory rate
 
 with F_g = 2 T^2 (a + b) for a product of T positions, and B times that for the inner products of all.
+A convolution is summed by a convolution over all examples, at the convolution rate.
 What fits into the cache is read and written at the cache's rate. The rates are rough on purpose: what
 they decide differs by factors, not by percents.
 """
@@ -31,13 +32,14 @@ from pergrad._statistics import LeafStatistic, accumulation_dtype
 from pergrad._tail import Tail
 from pergrad._whole import Pairs
 from pergrad.strategies import Gram, Strategy, Streamed
-from pergrad.terms import Lookup
+from pergrad.terms import Convolution, Lookup
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """What the plan knows about a kind of device. Rates are per second, sizes in bytes.
 
+    `convolution_rate` is that of operations in a convolution that sums up gradients of kernels.
     `fresh_rate` is that of memory that the operating system has to provide first, which it has for
     programs that take more than `kept_size`. `equation` is what one more equation takes, however small.
     `stream_size` is how much the gradients of one batched product may take; 0 where products should not
@@ -47,6 +49,7 @@ class Backend:
     name: str
     product_rate: float
     batched_rate: float
+    convolution_rate: float
     memory_rate: float
     cache_rate: float
     cache_size: float
@@ -65,6 +68,7 @@ BACKENDS = {
         name="cpu",
         product_rate=2e11,
         batched_rate=1e10,
+        convolution_rate=3e10,
         memory_rate=2e10,
         cache_rate=6e10,
         cache_size=6.4e7,
@@ -80,6 +84,7 @@ BACKENDS = {
         name="gpu",
         product_rate=5e13,
         batched_rate=5e13,
+        convolution_rate=5e13,
         memory_rate=1e12,
         cache_rate=1e12,
         cache_size=4e7,
@@ -91,7 +96,9 @@ BACKENDS = {
         working_set=1e10,
     ),
 }
-BACKENDS["tpu"] = dataclasses.replace(BACKENDS["gpu"], name="tpu", product_rate=1e14, batched_rate=1e14)
+BACKENDS["tpu"] = dataclasses.replace(
+    BACKENDS["gpu"], name="tpu", product_rate=1e14, batched_rate=1e14, convolution_rate=1e14
+)
 
 
 # Of an accelerator's memory, what the activations of a microbatch and the gradients of one batched
@@ -150,6 +157,11 @@ class Prices:
         """f: bytes of all examples' factors."""
         return self.size * sum(_cost.nbytes(v) for v in self.tail.factors)
 
+    @property
+    def convolves(self) -> bool:
+        """Whether a sum over all examples is a convolution."""
+        return any(isinstance(term, Convolution) for term in self.tail.terms)
+
     def seconds(self, strategy: Strategy, statistic: LeafStatistic | None = None) -> float:
         """The price of one strategy, for all statistics if it forms gradients, else for one.
 
@@ -160,7 +172,8 @@ class Prices:
         one_by_one = b * (self.term_operations + self.step_operations)
         match strategy.name:
             case "summed":
-                return at_once / d.product_rate + self._memory(f + g)
+                rate = d.convolution_rate if self.convolves else d.product_rate
+                return at_once / rate + self._memory(f + g)
             case "factored":
                 return at_once / d.product_rate + self._memory(2 * f + g)
             case "centred":
@@ -260,7 +273,7 @@ class Prices:
         """How many examples should go through one step of a stream."""
         if self.device.stream_size:
             return int(self.device.stream_size / max(self.formed, 1))
-        if any(term.scratch for term in self.tail.terms):
+        if self.convolves:
             return 1  # patches of a convolution take longer than passes over the states
         products = (self.term_operations + self.step_operations) / self.device.product_rate
         passes = self._memory(self.gradient * (1 + 2 * self.statistics), at_once=0)

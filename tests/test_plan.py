@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from pergrad import _cost
+from pergrad import _cost, _price
 from pergrad.lab.bench.models import CNN, MLP, MixtureOfExperts, Transformer
 from pergrad.strategies import streamed
 
@@ -147,6 +147,18 @@ def test_patches_go_through_a_stream_one_by_one():
     for layer in (0, 1):
         row = rows[f"['layers'][{layer}]['kernel']"]
         assert (row.kind, row.strategy) == ("convolution", "streamed")
+
+
+def test_sums_of_convolutions(monkeypatch):
+    """The CPU forms kernels' gradients one by one faster than it convolves all examples."""
+    model = CNN(batch=8, size=16, widths=(32, 64), strides=(1, 2), classes=4)
+
+    def strategy():
+        return rows_of(plan_of(model, pg.Mean()))["['layers'][1]['kernel']"].strategy
+
+    assert strategy() == "streamed"
+    monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
+    assert strategy() == "summed"
 
 
 @jax.custom_vjp
