@@ -1,6 +1,7 @@
 """Write the numbers of a benchmark into the pages that show them.
 
-    pergrad bench --parts models growth --out docs/benchmarks
+    pergrad bench --parts models --out docs/benchmarks
+    pergrad bench --parts growth --out docs/benchmarks/growth
     pergrad bench --parts compile --out docs/benchmarks/compile
     python -m benchmarks.torch_side_by_side --out docs/benchmarks/torch.json
     python -m benchmarks.pages
@@ -25,10 +26,12 @@ ROOT = Path(__file__).parents[1]
 NUMBERS = ROOT / "docs" / "benchmarks"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 LOGS = {
-    "results": NUMBERS / "results.json",
+    "models": NUMBERS / "results.json",
+    "growth": NUMBERS / "growth" / "results.json",
     "compile": NUMBERS / "compile" / "results.json",
     "torch": NUMBERS / "torch.json",
 }
+COMMAND = "pergrad bench --parts"
 FIGURES = "{figures}"  # where they are, seen from the page
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
@@ -55,20 +58,22 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     """What goes where, by name, of the logs that are there (see `LOGS`)."""
     found = {}
     titles: dict[str, str] = {**cases.TITLES}
-    if "results" in logs:
-        rows = logs["results"]["results"]
+    if "models" in logs:
+        rows = logs["models"]["results"]
         for task, names in COLUMNS.items():
-            own = [row for row in rows if row["part"] == "models" and row["task"] == task]
+            own = [row for row in rows if row["task"] == task]
             found[task] = tables.markdown(own, titles, names)
             if task == "moments":
                 found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | names)
-        found["measured"] = measured("make bench", logs["results"])
+        found["measured"] = measured(f"{COMMAND} models", logs["models"])
         found |= links(rows, FIGURES)
+    if "growth" in logs:
+        found["growth_measured"] = measured(f"{COMMAND} growth", logs["growth"])
+        found |= links(logs["growth"]["results"], f"{FIGURES}/growth")
     if "compile" in logs:
-        command = "pergrad bench --parts compile"
-        found["compile_measured"] = measured(command, logs["compile"], "{builds} builds")
         rows = logs["compile"]["results"]
         found["compile"] = tables.building(rows, titles)
+        found["compile_measured"] = measured(f"{COMMAND} compile", logs["compile"], "{builds} builds")
         found |= links(rows, f"{FIGURES}/compile")
     if "torch" in logs:
         rows = logs["torch"]["results"]

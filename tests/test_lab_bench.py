@@ -292,22 +292,22 @@ def test_blocks(tmp_path):
     torch = [a_row("BackPACK Variance", 2.0, task="variance", case="cnn, no norms")]
     torch += [{**ROWS[-1], "case": "cnn, no norms", "task": "norms", "left_out": "LayerNorm"}]
     built = [{**ROWS[0], "part": "compile"}]
-    logs = {"results": ROWS + grown, "compile": built, "torch": torch}
+    logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
     page = "".join(f"<!-- bench: {name} -->\nold\n<!-- end -->\n" for name in names)
     (tmp_path / "page.md").write_text(page)
     filled = written.fill(tmp_path / "page.md", found)
-    assert "123 (247)" in filled and "docs/benchmarks/growth.png)" in filled
+    assert "123 (247)" in filled and "docs/benchmarks/growth/growth.png)" in filled
     assert "docs/benchmarks/compile/compile.png)" in filled
     assert filled.count("old") == 1 and filled.count("<!-- ") == 8
     assert "CNN, B64, 32x32, 3-32-64-64, no norms |" in found["torch_variance"]
     assert found["torch_left_out"] == f"- {JAX_PRIVACY}: `LayerNorm`"
     assert (
-        found["measured"].startswith("`make bench`")
+        found["measured"].startswith("`pergrad bench --parts models`")
         and "3 rounds" in found["measured"]
         and "jax 1.2" in found["measured"]
     )
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()
-    assert "2 builds" in found["compile_measured"]
+    assert "2 builds" in found["compile_measured"] and "3 rounds" in found["growth_measured"]
