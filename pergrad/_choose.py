@@ -150,6 +150,7 @@ def _choose_for(
             strategy, reason = able[forced.name], "as asked"
         else:
             best = [s for s in able.values() if s.name not in FORMING or s == former]
+            # A sum over examples is one product, and never dearer; as a convolution it may be.
             others = [s for s in best if s.name not in FORMING]
             if isinstance(statistic, Accumulator) and others and not prices.convolves:
                 best = others
