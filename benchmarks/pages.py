@@ -73,7 +73,7 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     if "compile" in logs:
         rows = logs["compile"]["results"]
         found["compile"] = tables.building(rows, titles)
-        found["compile_measured"] = measured(f"{COMMAND} compile", logs["compile"], "{builds} builds")
+        found["compile_measured"] = measured(f"{COMMAND} compile", logs["compile"], "builds")
         found |= links(rows, f"{FIGURES}/compile")
     if "torch" in logs:
         rows = logs["torch"]["results"]
@@ -101,10 +101,10 @@ def torch_title(case: str) -> str:
     return f"{cases.TITLES[name]}{rest and f', {rest}'}"  # type: ignore[index]
 
 
-def measured(command: str, log: Mapping[str, Any], how: str = "at most {rounds} rounds") -> str:
+def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str:
     """With what, where, how."""
     versions, machine = log["about"]["versions"], log["about"]["machine"]
-    how = how.format(**log["about"]["settings"])
+    how = f"at most {log['about']['settings'][times]} {times}"
     what = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "numpy")
     where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
     return f"`{command}`, the fastest of {how} on {where}; {what}."

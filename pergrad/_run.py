@@ -78,8 +78,14 @@ def run(
     `w` is each example's share of the batch, [B], or one number for all. `directions` has one for each
     parameter, for inner products.
     """
-    given = [[_given(t.tail, *job, directions) for job in t.running()] for t in schedule.tails]
     steps = math.ceil(schedule.batch_size / schedule.microbatch_size)
+    given = [
+        [
+            _given(t.tail, *job, directions, in_loop=steps > 1 or bool(t.tail.levels))
+            for job in t.running()
+        ]
+        for t in schedule.tails
+    ]
     if steps == 1:
         return _run_at_once(cut, schedule, params, examples, w, given)
 
@@ -368,10 +374,15 @@ def _reduce(
     return [results[job] for job in jobs]
 
 
-def _given(tail: Tail, k: int, statistic: LeafStatistic, directions: Sequence[Any] | None) -> Any:
-    """What a job starts from: an accumulator's empty state, the direction of an inner product."""
+def _given(
+    tail: Tail, k: int, statistic: LeafStatistic, directions: Sequence[Any] | None, *, in_loop: bool
+) -> Any:
+    """What a job starts from: the direction of an inner product, an accumulator's empty state in a loop.
+
+    Elsewhere an accumulator starts from nothing: JAX need not trace, nor XLA remove, that 0 is added.
+    """
     if isinstance(statistic, Accumulator):
-        return _empty_state(tail, k, statistic)
+        return _empty_state(tail, k, statistic) if in_loop else None
     if isinstance(statistic, Projection):
         assert directions is not None
         direction = directions[tail.params[k]]

@@ -180,8 +180,10 @@ def weighted_sum(xs: jax.Array, w: Weights) -> jax.Array:
     return lax.reduce_sum(weigh(xs, w), (0,))
 
 
-def added(state: jax.Array, x: jax.Array) -> jax.Array:
-    """`state + x`, and what JAX need not trace for it if both are of one type."""
+def added(state: jax.Array | None, x: jax.Array) -> jax.Array:
+    """`state + x`, or `x` if there is no state yet; JAX need not trace much if both are of one type."""
+    if state is None:
+        return x
     return lax.add(state, x) if state.dtype == x.dtype else state + x
 
 
@@ -298,7 +300,10 @@ class Mean(Accumulator):
         return added(state, weigh(self.apply(g), w))
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        return added(state, weighted_sum(self.apply(gs), w))
+        gs = self.apply(gs)
+        if self.phi is not None:  # which passes over all of them: there the weight costs nothing
+            gs, w = weigh(gs, w), 1.0
+        return added(state, weighted_sum(gs, w))
 
     def part_of_all(self, state: State, devices: Devices) -> State:
         return state

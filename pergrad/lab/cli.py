@@ -253,7 +253,7 @@ def bench(
     cases: tuple[CaseName, ...] = (),
     tasks: tuple[TaskName, ...] = (),
     parts: tuple[PartName, ...] = (),
-    rounds: int = 10,
+    rounds: int = 30,
     budget: float = 2.0,
     peak: tuple[TaskName, ...] = ("moments",),
     out: Path = Path("bench"),
@@ -269,7 +269,7 @@ def bench(
         cases: these models only.
         tasks: these statistics only.
         parts: models, growth of one as its sizes grow, compilation; all if nothing else is chosen.
-        rounds: timed runs of each candidate, which take turns; the fastest counts.
+        rounds: at most so many timed runs of each candidate, which take turns; the fastest counts.
         budget: seconds after which a candidate sits out the remaining rounds.
         peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
         out: where `results.json`, with machine and versions, and the figures are written.
@@ -290,7 +290,9 @@ def bench(
             console.print(tables.in_terminal(str(item), rows))
     if built := tables.building(every):
         console.print(Text(f"tracing and compiling\n{built}"))
-    console.print(f"fastest of {rounds} rounds; ratios to the first; memory is XLA's temporary memory")
+    console.print(
+        f"fastest of at most {rounds} rounds; ratios to the first; memory is XLA's temporary memory"
+    )
     for path in (out / "results.json", *drawings.write(every, out)):
         console.print(Text(str(path), "bold"), soft_wrap=True)
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import jax
 from jax import lax
 
-from pergrad._statistics import LeafStatistic, Weights, total
+from pergrad._compat import aval
+from pergrad._statistics import Accumulator, LeafStatistic, State, Weights, total
 from pergrad._tail import Tail
 
 
@@ -48,13 +49,18 @@ class Examples:
 class Job:
     """One statistic to feed with the gradients of one of the tail's parameters.
 
-    `grad` says which. `given` is the state of an accumulator so far, or what the call gives to another
-    statistic, if anything.
+    `grad` says which. `given` is the state of an accumulator so far, None if there is none yet, or what
+    the call gives to another statistic, if anything.
     """
 
     grad: int
     statistic: LeafStatistic
     given: Any
+
+    def state(self, tail: Tail) -> State:
+        """The state of an accumulator so far, which is an empty one before the first gradient."""
+        assert isinstance(self.statistic, Accumulator)
+        return self.statistic.init(aval(tail.grads[self.grad])) if self.given is None else self.given
 
 
 @dataclasses.dataclass(frozen=True)

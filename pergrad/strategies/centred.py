@@ -39,13 +39,13 @@ class Centred(Strategy):
         (g,) = tail.summed_gradients(examples.factors, examples.constants, examples.weights, total)
         states = []
         for job in jobs:
-            variance, (_, like, _) = job.statistic, job.given
+            variance, state = job.statistic, job.state(tail)
             assert isinstance(variance, Variance)
+            _, like, _ = state
             share = jnp.asarray(total, like.dtype)
             mean = variance.mean_of(g.astype(like.dtype), share)
-            states.append(
-                variance.merge(job.given, (share, mean, _squares_around(mean, tail, examples)))
-            )
+            m2 = _squares_around(mean, tail, examples)
+            states.append(variance.merge(state, (share, mean, m2)))
         return states
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pergrad._statistics import Accumulator, LeafStatistic, Reading
+from pergrad._statistics import Accumulator, LeafStatistic, Mean, Reading
 from pergrad._tail import Tail
 from pergrad._whole import Pairs
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -29,14 +29,15 @@ class Materialise(Strategy):
         gs = jax.vmap(
             lambda factors: tail.gradients(factors, examples.constants), axis_size=examples.size
         )(examples.factors)
-        return [_feed(job, gs[job.grad], examples) for job in jobs]
+        return [_feed(job, tail, gs[job.grad], examples) for job in jobs]
 
 
-def _feed(job: Job, gs: jax.Array, examples: Examples) -> Any:
+def _feed(job: Job, tail: Tail, gs: jax.Array, examples: Examples) -> Any:
     statistic = job.statistic
     if isinstance(statistic, Reading):
         return jax.vmap(lambda g: statistic.of(g, job.given))(gs)
     if isinstance(statistic, Pairs):
         return statistic.of_all(examples.those_here(gs), gs)
     assert isinstance(statistic, Accumulator)
-    return statistic.add_all(job.given, gs, examples.weights)
+    state = job.given if isinstance(statistic, Mean) else job.state(tail)
+    return statistic.add_all(state, gs, examples.weights)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pergrad._statistics import LeafStatistic, Mean, Variance, Weights, total, weigh
+from pergrad._statistics import LeafStatistic, Mean, Variance, Weights, added, total, weigh
 from pergrad._tail import Tail
 from pergrad._whole import Pairs, SquaredNorm
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -81,9 +81,9 @@ class Sparse(Strategy):
                     mean = sums[_MEAN] / jnp.maximum(n, jnp.finfo(n.dtype).tiny)
                     m2 = _squares_around(mean, lookup, rows, w, n)
                     mean, m2 = moved(mean), moved(m2)
-                    return job.statistic.merge(job.given, (n, mean, m2))
+                    return job.statistic.merge(job.state(tail), (n, mean, m2))
                 case Mean():
-                    return job.given + moved(sums[job.statistic])
+                    return added(job.given, moved(sums[job.statistic]))
                 case SquaredNorm():
                     return _squared_norms(lookup, rows)
                 case Pairs():

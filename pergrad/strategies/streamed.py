@@ -67,7 +67,7 @@ class Streamed(Strategy):
             ]
             return [accumulator.add_all(state, gs[k], w) for (k, accumulator), state in pairs], values
 
-        states = [job.given for job in jobs if isinstance(job.statistic, Accumulator)]
+        states = [job.state(tail) for job in jobs if isinstance(job.statistic, Accumulator)]
         size = examples.size
         if self.batched:
             steps = size // self.at_a_time

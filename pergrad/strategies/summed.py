@@ -52,7 +52,7 @@ class Summed(Strategy):
 
         def fed(job: Job, g: jax.Array) -> Any:
             assert isinstance(job.statistic, Accumulator)
-            return added(job.given, g) if tail.terms else job.statistic.add(job.given, g, total)
+            return added(job.given, g) if tail.terms else job.statistic.add(job.state(tail), g, total)
 
         is_projection = [isinstance(job.statistic, Projection) for job in jobs]
         gs = [] if all(is_projection) else sums(examples.weights, total)

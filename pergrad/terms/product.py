@@ -72,7 +72,7 @@ class Product(Term):
         # One weight for all goes where the fewest numbers are, but not into half-precision ones.
         if self.size <= min(x.size, d.size) or x.dtype != dtype:
             return weigh(self._product(x, d, dtype, examples=1), w)
-        x, d = (weigh(x, w), d) if x.size < d.size else (x, weigh(d, w))
+        x, d = (weigh(x, w), d) if x.size <= d.size else (x, weigh(d, w))
         return self._product(x, d, dtype, examples=1)
 
     def split(self, env: Env) -> list[jax.Array]:

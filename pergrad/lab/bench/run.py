@@ -21,7 +21,7 @@ from pergrad.lab.config import CaseName, PartName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors, to_json
 from pergrad.lab.tasks import FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, VMAP
-from pergrad.lab.timing import Say, to_stderr
+from pergrad.lab.timing import LEAST, Program, Say, to_stderr
 
 Row = dict[str, Any]
 
@@ -30,14 +30,17 @@ Row = dict[str, Any]
 class Settings:
     """How to measure."""
 
-    rounds: int = 10
-    """Timed runs of each candidate, which take turns; the fastest counts."""
+    rounds: int = 30
+    """At most so many timed runs of each candidate, which take turns; the fastest counts."""
     budget: float = 2.0
     """Seconds after which a candidate sits out the remaining rounds."""
     peak: tuple[TaskName, ...] = ("moments",)
     """Tasks for which each candidate also runs in a process of its own, for the memory of all of it."""
-    builds: int = 3
-    """How often each candidate is built where compilation is what is measured; the fastest counts."""
+    builds: int = 15
+    """At most so many builds of each where compilation is what is measured; the fastest counts.
+
+    They end when those of the floor have used up the budget, but not before `LEAST` of them.
+    """
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -147,7 +150,7 @@ def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
             problem, names = _grown(item, cases.GROWTH), (FLOOR, VMAP, MICRO_GRAD, PERGRAD)
         case "compile":
             problem = _grown(item, cases.COMPILED) if item.axis else cases.problem(item.case)
-            return _compiled(item, problem, settings.builds, say)
+            return _compiled(item, problem, settings, say)
         case _:
             problem = cases.problem(item.case)
     found = price.measure(
@@ -171,10 +174,15 @@ def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
     ]
 
 
-def _compiled(item: Item, problem: cases.Problem, builds: int, say: Say) -> list[Row]:
+def _compiled(item: Item, problem: cases.Problem, settings: Settings, say: Say) -> list[Row]:
     names = (FLOOR, VMAP, f"{MICRO_GRAD}{MICROBATCH}1", PERGRAD)
     args = problem.loss, problem.task(item.task), problem.params, problem.batch
-    rounds = [price.build(*args, names=names, say=say)[0] for _ in range(builds)]
+    rounds: list[dict[str, Program]] = []
+    spent = 0.0
+    while len(rounds) < settings.builds and (len(rounds) < LEAST or spent < settings.budget):
+        programs, _ = price.build(*args, names=names, say=say)
+        rounds.append(programs)
+        spent += programs[FLOOR].build_seconds
     programs = {
         name: min((programs[name] for programs in rounds), key=lambda program: program.build_seconds)
         for name in rounds[0]
@@ -186,6 +194,7 @@ def _compiled(item: Item, problem: cases.Problem, builds: int, say: Say) -> list
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "temp_bytes": program.temp_bytes,
+            "builds": len(rounds),
         }
         for name, program in programs.items()
     ]
