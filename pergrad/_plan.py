@@ -20,6 +20,8 @@ from pergrad._statistics import Accumulator, LeafStatistic, per_of
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, SquaredNorm
 
+ABOUT_AS_GOOD = 1.1  # one price divided by another
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -102,8 +104,9 @@ def _choose_microbatch_size(
     m a / fresh rate + (B / m) (p / memory rate + n equations + loop step). States of tails in loops, q
     bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. Clipped means have
     another price with m = 1, where the gradient that is clipped is there to be looked at for its norm.
-    On the CPU XLA runs convolutions in loops several times slower than outside, so they are not put
-    into one.
+    If one at a time is about as good, it is taken: it needs the least memory, and that XLA then has no
+    axis of examples to move about (see `_squeeze`) is not in the price. On the CPU XLA runs convolutions
+    in loops several times slower than outside, so they are not put into one.
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
@@ -128,8 +131,10 @@ def _choose_microbatch_size(
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     fitting = [m for m in divisors if m * a <= device.working_set] or [1]
-    convolves = any(eqn.primitive in _cost.CONVOLUTIONS for eqn in cut.backbone)
-    return max(fitting) if convolves and device.name == "cpu" else min(fitting, key=seconds)
+    if device.name == "cpu" and any(eqn.primitive in _cost.CONVOLUTIONS for eqn in cut.backbone):
+        return max(fitting)
+    best = min(fitting, key=seconds)
+    return 1 if seconds(1) <= ABOUT_AS_GOOD * seconds(best) else best
 
 
 def _seconds_of_clipping(
