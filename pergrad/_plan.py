@@ -20,7 +20,7 @@ from pergrad._statistics import Accumulator, LeafStatistic, per_of
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, SquaredNorm
 
-ABOUT_AS_GOOD = 1.1  # one price divided by another
+ABOUT_AS_GOOD = 1.25  # one price divided by another
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,7 +254,7 @@ def bench(
     tasks: tuple[TaskName, ...] = (),
     parts: tuple[PartName, ...] = (),
     rounds: int = 30,
-    budget: float = 2.0,
+    budget: float = 4.0,
     peak: tuple[TaskName, ...] = ("moments",),
     out: Path = Path("bench"),
 ) -> None:
@@ -262,7 +262,7 @@ def bench(
 
     Time, memory and compilation of pergrad beside `jax.grad`, `vmap(grad)`, optax and jax_privacy, in
     one process that wants the machine for itself. Without options all models, how one of them grows,
-    and compilation, in about three quarters of an hour on two cores. The same command again continues.
+    and compilation, in an hour or more on two cores. The same command again continues.
 
     Args:
         loss: yours: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch.

@@ -32,7 +32,7 @@ class Settings:
 
     rounds: int = 30
     """At most so many timed runs of each candidate, which take turns; the fastest counts."""
-    budget: float = 2.0
+    budget: float = 4.0
     """Seconds after which a candidate sits out the remaining rounds."""
     peak: tuple[TaskName, ...] = ("moments",)
     """Tasks for which each candidate also runs in a process of its own, for the memory of all of it."""
