@@ -14,6 +14,7 @@ from pergrad import _cost, _price
 from pergrad._choose import FORMING, Choice, Forced, Phase, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
+from pergrad._loop import Loop
 from pergrad._price import Backend, Prices
 from pergrad._start import start_from_weight
 from pergrad._statistics import Accumulator, LeafStatistic, per_of
@@ -105,8 +106,9 @@ def _choose_microbatch_size(
     bytes, are copied into the loop and out of it: (B / m) 2 q / fresh rate more. Clipped means have
     another price with m = 1, where the gradient that is clipped is there to be looked at for its norm.
     If one at a time is about as good, it is taken: it needs the least memory, and that XLA then has no
-    axis of examples to move about (see `_squeeze`) is not in the price. On the CPU XLA runs convolutions
-    in loops several times slower than outside, so they are not put into one.
+    axis of examples to move about (see `_squeeze`) is not in the price; where the model itself is a loop
+    that has not been seen to matter. On the CPU XLA runs convolutions in loops several times slower than
+    outside, so they are not put into one.
     """
     a = _backbone_bytes(cut, 2) - _backbone_bytes(cut, 1)
     in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
@@ -134,7 +136,8 @@ def _choose_microbatch_size(
     if device.name == "cpu" and any(eqn.primitive in _cost.CONVOLUTIONS for eqn in cut.backbone):
         return max(fitting)
     best = min(fitting, key=seconds)
-    return 1 if seconds(1) <= ABOUT_AS_GOOD * seconds(best) else best
+    has_loop = any(Loop.of(eqn) is not None for eqn in cut.backbone)
+    return 1 if not has_loop and seconds(1) <= ABOUT_AS_GOOD * seconds(best) else best
 
 
 def _seconds_of_clipping(
