@@ -123,25 +123,40 @@ def _choices(
         # Clipped means have weights of their own.
         alone = statistic if isinstance(statistic, ClippedMean) else None
         together.setdefault((Phase.of(statistic), per_of(statistic), alone), []).append(statistic)
+    # One at a time, what is formed for its norm is there to be clipped.
+    reuses = size == 1 and forced.name == "auto" and number_of(ClippedMean, statistics) > 0
     norm: Strategy | None = None
     for (_, per, clipped), own in together.items():
-        if clipped and size == 1 and forced.name == "auto" and norm is not None and norm.name in FORMING:
+        if clipped and reuses and norm is not None and norm.name in FORMING:
             # The same equations again, which XLA runs once.
             yield Choice(norm, (clipped,), "formed for its norm", Units(tail, 1))
             continue
         for units in units_of(tail, per):
-            for choice in _choose_for(units, own, size, device, forced):
+            for choice in _choose_for(units, own, size, device, forced, reuses):
                 norm = choice.strategy if SquaredNorm() in choice.statistics else norm
                 yield choice
 
 
 def _choose_for(
-    units: Units, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: Forced
+    units: Units,
+    statistics: Sequence[LeafStatistic],
+    size: int,
+    device: Backend,
+    forced: Forced,
+    reuses: bool,
 ) -> Iterator[Choice]:
     tail, size = units.tail, max(1, int(units.per_example * size))
     prices = Prices(tail, size, number_of(Accumulator, statistics), device)
     strategies = [prices.fitted(s, forced.at_a_time) for s in STRATEGIES]
     former = min((s for s in strategies if s.name in FORMING), key=prices.seconds)
+
+    def price(strategy: Strategy, statistic: LeafStatistic) -> float:
+        own = prices.seconds(strategy, statistic)
+        if not (reuses and isinstance(statistic, SquaredNorm)):
+            return own
+        joins = strategy.name in FORMING
+        return own + (prices.seconds_of_joining() if joins else prices.seconds(Summed()))
+
     chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
     for statistic in statistics:
         why_not = {s.name: s.why_not(tail, statistic) for s in strategies}
@@ -154,7 +169,7 @@ def _choose_for(
             others = [s for s in best if s.name not in FORMING]
             if isinstance(statistic, Accumulator) and others and not prices.convolves:
                 best = others
-            strategy = min(best or able.values(), key=lambda s: prices.seconds(s, statistic))
+            strategy = min(best or able.values(), key=lambda s: price(s, statistic))
             reason = _why(strategy, units, size)
         if forced.name not in ("auto", *able):
             reason = f"not {forced.name}: {why_not[forced.name]}"

@@ -147,11 +147,16 @@ def _seconds_of_clipping(
     seconds = 0.0
     for choice in choose(tail, wanted, at_once, device, Forced("auto")).choices:
         prices = _prices_of(choice, at_once, device)
-        if choice.phase is Phase.CLIPPED and at_once == 1 and choice.strategy.name in FORMING:
+        if _is_formed_already(choice, at_once):
             seconds += prices.seconds_of_joining()
         elif choice.phase is Phase.CLIPPED or SquaredNorm() in choice.statistics:
             seconds += prices.seconds(choice.strategy, choice.statistics[0])
     return seconds * size / at_once
+
+
+def _is_formed_already(choice: Choice, at_once: int) -> bool:
+    """Whether what is clipped is there, because it was formed for its norm."""
+    return choice.phase is Phase.CLIPPED and at_once == 1 and choice.strategy.name in FORMING
 
 
 def _backbone_bytes(cut: Cut, size: int) -> float:
@@ -247,6 +252,7 @@ def _rows(
     times = math.prod(tail.lengths)
     share = times / len(tail.params)
     operations = sum(own.operations_of(c.strategy, len(c.statistics)) for c, own in priced)
+    operations -= sum(own.forming_operations for c, own in priced if _is_formed_already(c, at_once))
     kind = " + ".join(term.kind for term in tail.terms) or "constant"
     return [
         Row(

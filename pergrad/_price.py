@@ -140,6 +140,11 @@ class Prices:
         return _cost.operations(self.tail.steps)
 
     @property
+    def forming_operations(self) -> float:
+        """Of the gradients of all examples, one by one."""
+        return self.size * (self.term_operations + self.step_operations)
+
+    @property
     def gradient(self) -> float:
         """g: bytes of one example's gradients, kept wide."""
         return sum(_cost.size(g) * accumulation_dtype(aval(g).dtype).itemsize for g in self.tail.grads)
@@ -169,7 +174,7 @@ class Prices:
         """
         d, b, f, g, s = self.device, self.size, self.factors, self.gradient, self.statistics
         at_once = b * self.term_operations + self.step_operations
-        one_by_one = b * (self.term_operations + self.step_operations)
+        one_by_one = self.forming_operations
         match strategy.name:
             case "summed":
                 rate = d.convolution_rate if self.convolves else d.product_rate
@@ -227,8 +232,7 @@ class Prices:
                 return 2 * statistics * self.size * sum(_cost.size(v) for v in self.tail.factors)
             case "gram":
                 return statistics * self.size * self.gram_operations
-        formed = self.term_operations + self.step_operations
-        return self.size * (formed + 2 * statistics * numbers)
+        return self.forming_operations + self.size * 2 * statistics * numbers
 
     def temporary(self, strategy: Strategy) -> float:
         """Bytes of temporary memory."""
