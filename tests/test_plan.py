@@ -13,7 +13,7 @@ from jax import lax
 
 import pergrad as pg
 from pergrad import _cost, _price
-from pergrad.lab.bench.models import CNN, MLP, MixtureOfExperts, Transformer
+from pergrad.lab.bench.models import CNN, MLP, Transformer
 from pergrad.strategies import streamed
 
 STRATEGIES = ["summed", "factored", "sparse", "streamed", "materialise"]
@@ -377,7 +377,7 @@ def test_auto_microbatch_of_small_activations():
 
 
 def test_auto_microbatch_of_clipped_means():
-    """One by one where norms are dear and gradients small, several where forming these is dearer."""
+    """One by one where norms are dear and gradients small, several where it is the gradients."""
 
     def size_for(model):
         loss, *args = abstract(model)
@@ -385,10 +385,24 @@ def test_auto_microbatch_of_clipped_means():
         return pg.explain(loss, clipped, microbatch_size="auto")(*args).microbatch_size
 
     assert size_for(Transformer(batch=8, length=256, width=256, layers=1, vocab=1024)) == 1
-    experts = MixtureOfExperts(
-        batch=8, length=128, width=256, layers=1, vocab=1024, experts=8, hidden=512, dispatch="einsum"
-    )
-    assert size_for(experts) > 1
+    assert size_for(Transformer(batch=32, length=64, width=512, layers=1, vocab=1024)) > 1
+
+
+def test_one_example_is_formed_for_its_norm_and_clipped():
+    """Inner products of factors would be fewer operations for the norm alone, but not for both."""
+    loss, *args = abstract(Transformer(batch=8, length=128, width=256, layers=1, vocab=1024))
+
+    def strategies(stats, size):
+        plan = pg.explain(loss, stats, microbatch_size=size)(*args)
+        rows = {row.path: row for row in plan.rows if row.path.endswith("['up']")}
+        (row,) = rows.values()
+        return row.strategy, row.operations / row.plain_operations
+
+    assert strategies({"norm": pg.Norm()}, 1)[0] == "gram"
+    both = {"clipped": pg.ClippedMean(1.0)}
+    strategy, operations = strategies(both, 1)
+    assert strategy == "streamed, streamed" and operations < 1.1
+    assert strategies(both, 4)[0] == "gram, summed"
 
 
 def test_equations_of_loops_count_as_often_as_they_run():
