@@ -79,13 +79,7 @@ def run(
     parameter, for inner products.
     """
     steps = math.ceil(schedule.batch_size / schedule.microbatch_size)
-    given = [
-        [
-            _given(t.tail, *job, directions, in_loop=steps > 1 or bool(t.tail.levels))
-            for job in t.running()
-        ]
-        for t in schedule.tails
-    ]
+    given = [[_given(t.tail, *job, directions, steps) for job in t.running()] for t in schedule.tails]
     if steps == 1:
         return _run_at_once(cut, schedule, params, examples, w, given)
 
@@ -375,14 +369,15 @@ def _reduce(
 
 
 def _given(
-    tail: Tail, k: int, statistic: LeafStatistic, directions: Sequence[Any] | None, *, in_loop: bool
+    tail: Tail, k: int, statistic: LeafStatistic, directions: Sequence[Any] | None, steps: int
 ) -> Any:
     """What a job starts from: the direction of an inner product, an accumulator's empty state in a loop.
 
-    Elsewhere an accumulator starts from nothing: JAX need not trace, nor XLA remove, that 0 is added.
+    The loop may be over microbatches, `steps` of them, or over layers. Elsewhere an accumulator starts
+    from nothing: JAX need not trace, nor XLA remove, that 0 is added.
     """
     if isinstance(statistic, Accumulator):
-        return _empty_state(tail, k, statistic) if in_loop else None
+        return _empty_state(tail, k, statistic) if steps > 1 or tail.levels else None
     if isinstance(statistic, Projection):
         assert directions is not None
         direction = directions[tail.params[k]]
