@@ -7,7 +7,7 @@ from typing import Any
 
 from pergrad import _spmd
 from pergrad._plan import Plan
-from pergrad._request import ArgNums, Request, takes_direction
+from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName, takes_direction
 
 
 def value_and_stats(
@@ -19,9 +19,9 @@ def value_and_stats(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
-    microbatch_size: int | str | None = None,
+    microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
-    strategy: str = "auto",
+    strategy: StrategyName = "auto",
 ) -> Callable[..., Any]:
     """Turns a loss into a function that returns its value and statistics of per-example gradients.
 
@@ -88,7 +88,17 @@ def value_and_stats(
 
 
 def grad_stats(
-    fun: Callable[..., Any], stats: Any, argnums: ArgNums = 0, **options: Any
+    fun: Callable[..., Any],
+    stats: Any,
+    argnums: ArgNums = 0,
+    *,
+    batch_argnums: ArgNums = 1,
+    has_aux: bool = False,
+    keep_batch_dim: bool = True,
+    rng_argnums: ArgNums = (),
+    microbatch_size: MicrobatchSize = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    strategy: StrategyName = "auto",
 ) -> Callable[..., Any]:
     """As `value_and_stats`, with the same options, without the value.
 
@@ -98,17 +108,38 @@ def grad_stats(
     >>> pg.grad_stats(loss, [pg.Mean(jnp.sign), pg.Count()])(jnp.float32(1), jnp.array([3.0, -1.0]))
     [Array(0., dtype=float32), Array(2., dtype=float32)]
     """
-    stats_fn = value_and_stats(fun, stats, argnums, **options)
+    stats_fn = value_and_stats(
+        fun,
+        stats,
+        argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rng_argnums=rng_argnums,
+        microbatch_size=microbatch_size,
+        spmd_axis_name=spmd_axis_name,
+        strategy=strategy,
+    )
 
     def without_value(*args: Any, **kwargs: Any) -> Any:
         value, result = stats_fn(*args, **kwargs)
-        return (result, value[1]) if options.get("has_aux") else result
+        return (result, value[1]) if has_aux else result
 
     return without_value
 
 
 def explain(
-    fun: Callable[..., Any], stats: Any, argnums: ArgNums = 0, **options: Any
+    fun: Callable[..., Any],
+    stats: Any,
+    argnums: ArgNums = 0,
+    *,
+    batch_argnums: ArgNums = 1,
+    has_aux: bool = False,
+    keep_batch_dim: bool = True,
+    rng_argnums: ArgNums = (),
+    microbatch_size: MicrobatchSize = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    strategy: StrategyName = "auto",
 ) -> Callable[..., Plan]:
     """The plan that `value_and_stats` with the same options would follow. Print it.
 
@@ -119,7 +150,18 @@ def explain(
     >>> plan.rows[0].kind, plan.rows[0].strategy
     ('product', 'factored')
     """
-    request = Request(fun, stats, argnums, **options)
+    request = Request(
+        fun,
+        stats,
+        argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rng_argnums=rng_argnums,
+        microbatch_size=microbatch_size,
+        spmd_axis_name=spmd_axis_name,
+        strategy=strategy,
+    )
 
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
         if takes_direction(stats):

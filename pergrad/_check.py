@@ -22,15 +22,26 @@ from pergrad import _compat, _spmd
 from pergrad._call import Call
 from pergrad._compat import JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
-from pergrad._request import ArgNums, Request
+from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName
 from pergrad._statistics import Individual, Loss, Mean
 from pergrad._trace import flat_jaxpr
 
+COMPARED = (Mean(), Mean(jnp.square), Loss())
 LARGEST_DIAGNOSIS = 2**28  # numbers in all individual gradients together
 
 
 def check(
-    fun: Callable[..., Any], argnums: ArgNums = 0, *, rtol: float | None = None, **options: Any
+    fun: Callable[..., Any],
+    argnums: ArgNums = 0,
+    *,
+    rtol: float | None = None,
+    batch_argnums: ArgNums = 1,
+    has_aux: bool = False,
+    keep_batch_dim: bool = True,
+    rng_argnums: ArgNums = (),
+    microbatch_size: MicrobatchSize = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    strategy: StrategyName = "auto",
 ) -> Callable[..., None]:
     """Checks that a loss is a mean over examples that do not influence each other.
 
@@ -44,15 +55,33 @@ def check(
       argnums: what to differentiate.
       rtol: how far the two may be apart, relative to the size of the examples' gradients. By default
         what rounding explains: about 1e-4 in float32.
-      **options: `batch_argnums`, `has_aux`, `keep_batch_dim` as for `value_and_stats`. With
-        `rng_argnums` the two would draw different numbers: check the loss without its randomness.
+      batch_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name, strategy: as for
+        `value_and_stats`.
+      rng_argnums: refused unless it is empty. The batch and its single examples would draw different
+        random numbers: check the loss without its randomness.
 
     >>> pg.check(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
     >>> pg.check(lambda w, x: jnp.sum((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
     Traceback (most recent call last):
     pergrad._errors.NotPerExampleError: ... sum over the examples, ...
     """
-    request = Request(fun, [Mean(), Mean(jnp.square), Loss()], argnums, **options)
+    request = Request(
+        fun,
+        COMPARED,
+        argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rng_argnums=rng_argnums,
+        microbatch_size=microbatch_size,
+        spmd_axis_name=spmd_axis_name,
+        strategy=strategy,
+    )
+    return checker(request, rtol)
+
+
+def checker(request: Request, rtol: float | None) -> Callable[..., None]:
+    """The function that `check` returns; the request is for the statistics `COMPARED`."""
     if request.rng_argnums != ():
         raise ArgumentError(
             "check cannot compare a loss that draws random numbers: the whole batch and single examples "
@@ -75,7 +104,8 @@ def check(
 
         def whole_gradient(params: Sequence[Any], batch: Sequence[Any]) -> Any:
             args = call.arguments(params, batch)
-            return jax.value_and_grad(fun, argnums, has_aux=request.has_aux)(*args, **kwargs)
+            grad_fn = jax.value_and_grad(request.fun, request.argnums, has_aux=request.has_aux)
+            return grad_fn(*args, **kwargs)
 
         (value, (mean, square, losses)), (whole, gradient) = both(call.params, call.batch)
         value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,6 +16,13 @@ from pergrad._whole import Dot
 from pergrad.strategies import Streamed
 
 ArgNums = int | Sequence[int]
+
+MicrobatchSize = int | Literal["auto"] | None
+
+# The names, for editors to offer; a string besides them is `"streamed:8"`, with any number.
+StrategyName = (
+    Literal["auto", "summed", "factored", "centred", "gram", "streamed", "sparse", "materialise"] | str
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +37,9 @@ class Request:
     has_aux: bool = False
     keep_batch_dim: bool = True
     rng_argnums: ArgNums = ()
-    microbatch_size: int | str | None = None
+    microbatch_size: MicrobatchSize = None
     spmd_axis_name: str | Sequence[str] | None = None
-    strategy: str = "auto"
+    strategy: StrategyName = "auto"
 
     def __post_init__(self) -> None:
         if not callable(self.fun):

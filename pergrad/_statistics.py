@@ -25,7 +25,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,7 @@ class Accumulator(LeafStatistic, abc.ABC):
         """The result, from the state and `count`, the sum of all weights."""
 
 
-Per = int | str
+Per = int | Literal["example", "token"]
 
 
 def checked_per(per: Any) -> Per:

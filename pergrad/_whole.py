@@ -19,7 +19,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from pergrad._statistics import (
 )
 
 Where = Callable[[str], bool]
+By = Literal["all", "leaf"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def root(square: jax.Array) -> jax.Array:
 
 
 def _check_by(statistic: Statistic, by: Any) -> None:
-    if by not in ("all", "leaf"):
+    if by not in get_args(By):
         name = type(statistic).__name__
         raise ArgumentError(f"{name}: by must be 'all' or 'leaf' (each parameter alone), not {by!r}.")
 
@@ -134,7 +135,7 @@ class Norm(_Selecting):
     Array([0., 1., 3.], dtype=float32)
     """
 
-    by: str = "all"
+    by: By = "all"
     where: Where | None = None
 
     def __post_init__(self) -> None:
@@ -228,9 +229,9 @@ class ClippedMean(Mean):
     """
 
     max_norm: float = math.inf
-    by: str = "all"
+    by: By = "all"
 
-    def __init__(self, max_norm: float, by: str = "all", *, phi: Phi = None) -> None:
+    def __init__(self, max_norm: float, by: By = "all", *, phi: Phi = None) -> None:
         _check_by(self, by)
         is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
         if not is_number or not max_norm >= 0:

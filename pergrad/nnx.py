@@ -7,7 +7,8 @@ so the state that the loss leaves behind has to be the same whichever example it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +17,26 @@ from flax import nnx
 from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
-from pergrad import _api, _check
+from pergrad import _check, _spmd
 from pergrad._compat import drop_dead_code
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._plan import Plan
-from pergrad._request import takes_direction
+from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName, takes_direction
 
 
 def value_and_stats(
-    fun: Callable[..., Any], stats: Any, argnums: Any = 0, *, wrt: Any = nnx.Param, **options: Any
+    fun: Callable[..., Any],
+    stats: Any,
+    argnums: ArgNums = 0,
+    *,
+    wrt: Any = nnx.Param,
+    batch_argnums: ArgNums = 1,
+    has_aux: bool = False,
+    keep_batch_dim: bool = True,
+    rng_argnums: ArgNums = (),
+    microbatch_size: MicrobatchSize = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    strategy: StrategyName = "auto",
 ) -> Callable[..., Any]:
     """As `pergrad.value_and_stats`, for a loss that takes NNX modules.
 
@@ -37,7 +49,8 @@ def value_and_stats(
       stats: as for `pergrad.value_and_stats`.
       argnums: the module or modules to differentiate.
       wrt: a filter of the variables to differentiate, as in `nnx.Optimizer`.
-      **options: as for `pergrad.value_and_stats`.
+      batch_argnums, has_aux, keep_batch_dim, rng_argnums, microbatch_size, spmd_axis_name, strategy: as
+        for `pergrad.value_and_stats`.
 
     The function raises `NotPerExampleError` if the loss writes to a module what it computed from the
     examples, as batch norm does in training mode.
@@ -49,14 +62,24 @@ def value_and_stats(
     >>> stats["mean"]["kernel"][...].ravel(), stats["variance"]["kernel"][...].ravel()
     (Array([1., 3.], dtype=float32), Array([0., 2.], dtype=float32))
     """
-
-    _api.value_and_stats(fun, stats, argnums, **options)  # It says now what cannot be right.
+    request = Request(
+        fun,
+        stats,
+        argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rng_argnums=rng_argnums,
+        microbatch_size=microbatch_size,
+        spmd_axis_name=spmd_axis_name,
+        strategy=strategy,
+    )
 
     def stats_fn(*args: Any, **kwargs: Any) -> Any:
         # Not in the signature: nnx.vmap and nnx.scan refuse functions that have defaults for keywords.
         own = _pop_own(kwargs, stats)
-        call = _Call(fun, args, kwargs, argnums, wrt, options)
-        result = _api.value_and_stats(call.loss, stats, argnums, **options)(*call.args, **own, **kwargs)
+        call = _Call(request, args, kwargs, wrt)
+        result = _spmd.run(call.request, call.args, kwargs, **own)
         nnx.update(call.modules, call.state_after())
         return result
 
@@ -64,31 +87,74 @@ def value_and_stats(
 
 
 def explain(
-    fun: Callable[..., Any], stats: Any, argnums: Any = 0, *, wrt: Any = nnx.Param, **options: Any
+    fun: Callable[..., Any],
+    stats: Any,
+    argnums: ArgNums = 0,
+    *,
+    wrt: Any = nnx.Param,
+    batch_argnums: ArgNums = 1,
+    has_aux: bool = False,
+    keep_batch_dim: bool = True,
+    rng_argnums: ArgNums = (),
+    microbatch_size: MicrobatchSize = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    strategy: StrategyName = "auto",
 ) -> Callable[..., Plan]:
     """As `pergrad.explain`, for a loss that takes NNX modules."""
-
-    _api.explain(fun, stats, argnums, **options)
+    request = Request(
+        fun,
+        stats,
+        argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rng_argnums=rng_argnums,
+        microbatch_size=microbatch_size,
+        spmd_axis_name=spmd_axis_name,
+        strategy=strategy,
+    )
 
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
         _pop_own(kwargs, stats)
-        call = _Call(fun, args, kwargs, argnums, wrt, options)
-        return _api.explain(call.loss, stats, argnums, **options)(*call.args, **kwargs)
+        call = _Call(request, args, kwargs, wrt)
+        return _spmd.plan(call.request, call.args, kwargs)
 
     return plan_of
 
 
 def check(
-    fun: Callable[..., Any], argnums: Any = 0, *, wrt: Any = nnx.Param, **options: Any
+    fun: Callable[..., Any],
+    argnums: ArgNums = 0,
+    *,
+    wrt: Any = nnx.Param,
+    rtol: float | None = None,
+    batch_argnums: ArgNums = 1,
+    has_aux: bool = False,
+    keep_batch_dim: bool = True,
+    rng_argnums: ArgNums = (),
+    microbatch_size: MicrobatchSize = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    strategy: StrategyName = "auto",
 ) -> Callable[..., None]:
     """As `pergrad.check`, for a loss that takes NNX modules. It leaves them as they are."""
-
-    _check.check(fun, argnums, **options)
+    request = Request(
+        fun,
+        _check.COMPARED,
+        argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        keep_batch_dim=keep_batch_dim,
+        rng_argnums=rng_argnums,
+        microbatch_size=microbatch_size,
+        spmd_axis_name=spmd_axis_name,
+        strategy=strategy,
+    )
+    _check.checker(request, rtol)  # It says now what cannot be right.
 
     def check_loss(*args: Any, **kwargs: Any) -> None:
-        call = _Call(fun, args, kwargs, argnums, wrt, options)
+        call = _Call(request, args, kwargs, wrt)
         try:
-            _check.check(call.loss, argnums, **options)(*call.args, **kwargs)
+            _check.checker(call.request, rtol)(*call.args, **kwargs)
         except NotPerExampleError:
             before, after = _state(call.modules), call.state_after()
             counts = (jax.tree.leaves(nnx.filter_state(s, nnx.RngCount)) for s in (before, after))
@@ -116,12 +182,12 @@ class _Call:
     of its examples, from which they get their own randomness.
     """
 
-    def __init__(self, fun: Any, args: Any, kwargs: Any, argnums: Any, wrt: Any, options: Any) -> None:
-        self.fun, self.kwargs = fun, kwargs
-        self.keep_batch_dim = options.get("keep_batch_dim", True)
-        own = _places("argnums", argnums, args)
-        self.batch = _places("batch_argnums", options.get("batch_argnums", 1), args)
-        self.rng = _places("rng_argnums", options.get("rng_argnums", ()), args)
+    def __init__(self, request: Request, args: Any, kwargs: Any, wrt: Any) -> None:
+        self.fun, self.kwargs = request.fun, kwargs
+        self.request = dataclasses.replace(request, fun=self.loss)
+        own = _places("argnums", request.argnums, args)
+        self.batch = _places("batch_argnums", request.batch_argnums, args)
+        self.rng = _places("rng_argnums", request.rng_argnums, args)
         self.modules = {str(n): x for n, x in enumerate(args) if isinstance(x, nnx.Pytree)}
         is_wrt, names = nnx.filterlib.to_predicate(wrt), {str(n) for n in own}
         self.graphdef, params, self.rest = nnx.split(
@@ -158,7 +224,7 @@ class _Call:
         def of_one(examples: Any) -> Any:
             args = list(self.args)
             for n, x in examples.items():
-                keep = n in self.batch and self.keep_batch_dim
+                keep = n in self.batch and self.request.keep_batch_dim
                 args[n] = jax.tree.map(lambda leaf: leaf[None], x) if keep else x
             number = examples[self.batch[0]][1]
             return _the_same_for_all(number, self._run(args, self.kwargs)[1])

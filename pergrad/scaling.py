@@ -26,11 +26,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pergrad._errors import ArgumentError
 
-RULES = ("sqrt", "sde", "linear", "peak")
+Rule = Literal["sqrt", "sde", "linear", "peak"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 
 def sqrt(learning_rate: float, kappa: float) -> float:
@@ -115,7 +116,7 @@ def move(
     config: Mapping[str, Any],
     batch_size: int,
     new_batch_size: int,
-    rule: str = "sqrt",
+    rule: Rule = "sqrt",
     *,
     noise_scale: float | None = None,
 ) -> Move:

@@ -221,7 +221,8 @@ def _jax_privacy(loss: Loss, task: Task, size: str) -> Candidate:
 
 
 def _pergrad(loss: Loss, task: Task, size: str) -> Candidate:
-    return pg.value_and_stats(loss, task.statistics, microbatch_size=size or None)
+    microbatch_size = "auto" if size == "auto" else int(size) if size else None
+    return pg.value_and_stats(loss, task.statistics, microbatch_size=microbatch_size)
 
 
 _MAKERS: dict[str, Callable[[Loss, Task, str], Candidate]] = {

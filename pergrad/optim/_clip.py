@@ -17,7 +17,7 @@ import optax
 from pergrad._errors import ArgumentError
 from pergrad._names import VOCABULARY, asked
 from pergrad._statistics import Mean, Statistic, wide
-from pergrad._whole import ClippedMean
+from pergrad._whole import By, ClippedMean
 from pergrad.optim._base import StatsTransformation
 
 Tree = Any
@@ -51,7 +51,7 @@ def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransfor
 
 
 def clip_examples(
-    inner: optax.GradientTransformation, max_norm: float, by: str = "all"
+    inner: optax.GradientTransformation, max_norm: float, by: By = "all"
 ) -> StatsTransformation:
     """`inner`, fed with the statistics of clipped examples: g_i min(1, max_norm / ||g_i||).
 

@@ -12,7 +12,7 @@ shrink where signs disagree, so each placement wants its own learning rate.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from pergrad._names import asked
 from pergrad.optim._base import StatsTransformation, found
 from pergrad.optim._preconditioner import Mask, Number, Tree, stepped
 
-PLACEMENTS = ("examples", "mean", "momentum")
+Placement = Literal["examples", "mean", "momentum"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 class ScaleBySignState(NamedTuple):
@@ -31,7 +32,7 @@ class ScaleBySignState(NamedTuple):
 
 
 def scale_by_sign(
-    b1: Number = 0.9, mu_dtype: Any = None, *, of: str = "momentum"
+    b1: Number = 0.9, mu_dtype: Any = None, *, of: Placement = "momentum"
 ) -> StatsTransformation:
     """Signs with momentum; `of` says of what: `"examples"`, `"mean"` or `"momentum"`.
 
