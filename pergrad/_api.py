@@ -8,6 +8,7 @@ from typing import Any
 from pergrad import _spmd
 from pergrad._plan import Plan
 from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName, takes_direction
+from pergrad._wrap import returning_plan, returning_stats
 
 
 def value_and_stats(
@@ -80,9 +81,9 @@ def value_and_stats(
         strategy=strategy,
     )
 
+    @returning_stats(request)
     def stats_fn(*args: Any, example_weights: Any = None, **kwargs: Any) -> Any:
-        direction = kwargs.pop("direction", None) if takes_direction(stats) else None
-        return _spmd.run(request, args, kwargs, example_weights, direction)
+        return _run(request, args, kwargs, example_weights)
 
     return stats_fn
 
@@ -108,7 +109,7 @@ def grad_stats(
     >>> pg.grad_stats(loss, [pg.Mean(jnp.sign), pg.Count()])(jnp.float32(1), jnp.array([3.0, -1.0]))
     [Array(0., dtype=float32), Array(2., dtype=float32)]
     """
-    stats_fn = value_and_stats(
+    request = Request(
         fun,
         stats,
         argnums,
@@ -121,11 +122,12 @@ def grad_stats(
         strategy=strategy,
     )
 
-    def without_value(*args: Any, **kwargs: Any) -> Any:
-        value, result = stats_fn(*args, **kwargs)
+    @returning_stats(request, with_value=False)
+    def stats_fn(*args: Any, example_weights: Any = None, **kwargs: Any) -> Any:
+        value, result = _run(request, args, kwargs, example_weights)
         return (result, value[1]) if has_aux else result
 
-    return without_value
+    return stats_fn
 
 
 def explain(
@@ -163,9 +165,15 @@ def explain(
         strategy=strategy,
     )
 
-    def plan_of(*args: Any, **kwargs: Any) -> Plan:
+    @returning_plan(request)
+    def plan_of(*args: Any, example_weights: Any = None, **kwargs: Any) -> Plan:
         if takes_direction(stats):
             kwargs.pop("direction", None)
         return _spmd.plan(request, args, kwargs)
 
     return plan_of
+
+
+def _run(request: Request, args: Any, kwargs: dict[str, Any], example_weights: Any) -> Any:
+    direction = kwargs.pop("direction", None) if takes_direction(request.stats) else None
+    return _spmd.run(request, args, kwargs, example_weights, direction)

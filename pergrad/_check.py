@@ -25,6 +25,7 @@ from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName
 from pergrad._statistics import Individual, Loss, Mean
 from pergrad._trace import flat_jaxpr
+from pergrad._wrap import returning_nothing
 
 COMPARED = (Mean(), Mean(jnp.square), Loss())
 LARGEST_DIAGNOSIS = 2**28  # numbers in all individual gradients together
@@ -89,6 +90,7 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
             "rng_argnums out."
         )
 
+    @returning_nothing(request)
     def check_loss(*args: Any, **kwargs: Any) -> None:
         call = Call(request, args, kwargs)
         if call.size < 2:

@@ -21,7 +21,8 @@ from pergrad import _check, _spmd
 from pergrad._compat import drop_dead_code
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._plan import Plan
-from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName, takes_direction
+from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName
+from pergrad._wrap import keywords_of, returning_nothing, returning_plan, returning_stats
 
 
 def value_and_stats(
@@ -75,8 +76,10 @@ def value_and_stats(
         strategy=strategy,
     )
 
+    @returning_stats(request, show_signature=False)
     def stats_fn(*args: Any, **kwargs: Any) -> Any:
-        # Not in the signature: nnx.vmap and nnx.scan refuse functions that have defaults for keywords.
+        # Not in the signature, nor is it shown: nnx.vmap and nnx.scan refuse functions that have
+        # defaults for keywords.
         own = _pop_own(kwargs, stats)
         call = _Call(request, args, kwargs, wrt)
         result = _spmd.run(call.request, call.args, kwargs, **own)
@@ -114,6 +117,7 @@ def explain(
         strategy=strategy,
     )
 
+    @returning_plan(request, show_signature=False)
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
         _pop_own(kwargs, stats)
         call = _Call(request, args, kwargs, wrt)
@@ -151,6 +155,7 @@ def check(
     )
     _check.checker(request, rtol)  # It says now what cannot be right.
 
+    @returning_nothing(request, show_signature=False)
     def check_loss(*args: Any, **kwargs: Any) -> None:
         call = _Call(request, args, kwargs, wrt)
         try:
@@ -171,8 +176,7 @@ def check(
 
 def _pop_own(kwargs: dict[str, Any], stats: Any) -> dict[str, Any]:
     """Takes out the keywords that are not the loss's."""
-    names = ["example_weights", *(["direction"] if takes_direction(stats) else [])]
-    return {name: kwargs.pop(name) for name in names if name in kwargs}
+    return {name: kwargs.pop(name) for name in keywords_of(stats) if name in kwargs}
 
 
 class _Call:

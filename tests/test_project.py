@@ -74,6 +74,7 @@ ORDER = [
     "pergrad._factors",
     "pergrad._run",
     "pergrad._request",
+    "pergrad._wrap",
     "pergrad._call",
     "pergrad._spmd",
     "pergrad._check",
