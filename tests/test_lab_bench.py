@@ -18,7 +18,7 @@ from pergrad.lab.bench.models import MLP
 from pergrad.lab.config import CaseName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP
-from tests import pages
+from tests import pages, sheets
 
 EXAMPLE = "tests.test_lab_price:example"
 # optax's asks a mesh for what those of older JAX do not know, and is then left out.
@@ -263,7 +263,9 @@ def grown(part: str) -> list[dict[str, Any]]:
 
 def test_figures(tmp_path):
     built = [{**row, "part": "compile"} for row in ROWS]  # of models: in the table, not the figure
-    paths = drawings.write([*ROWS, *grown("growth"), *grown("compile"), *built], tmp_path)
+    with sheets.checked() as drawn:
+        paths = drawings.write([*ROWS, *grown("growth"), *grown("compile"), *built], tmp_path)
+    assert len(drawn) == 3
     names = [
         f"{name}{ending}" for name in ("overhead", "growth", "compile") for ending in (".png", ".svg")
     ]

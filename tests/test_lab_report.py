@@ -1,9 +1,8 @@
-"""Pages: complete, closed to markup of others, the same twice. Figures: all that is given is seen."""
+"""Pages: complete, closed to markup of others, the same twice."""
 
 import base64
 import dataclasses
 import io
-import math
 import os
 import subprocess
 import sys
@@ -13,15 +12,14 @@ import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.figure import Figure as Sheet
 
 from pergrad.lab import figures
-from pergrad.lab.decide import Estimate, compare, estimate
+from pergrad.lab.decide import compare, estimate
 from pergrad.lab.errors import LabError
 from pergrad.lab.report import Figure, Page, Section, Table, write
 from tests.pages import ROOT
+from tests.test_lab_figures import DRAWINGS
 
-LOST = Estimate(math.nan, -math.inf, math.inf, 3)
 ATTACKS = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -265,166 +263,3 @@ print("matplotlib.pyplot" in sys.modules, matplotlib.get_backend())
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert out.stdout.split() == ["False", "svg"]
-
-
-# The figures.
-
-STEPS = np.arange(1, 41)
-FALL = 2 + 3 / STEPS
-CURVES = {
-    "Adam": (STEPS, FALL, FALL - 0.1, FALL + 0.1),
-    "SignSGD": (STEPS, np.where(STEPS < 20, FALL + 0.5, np.nan), FALL, FALL + 1),
-    "one seed": (STEPS, FALL + 0.2, np.full(40, -np.inf), np.full(40, np.inf)),
-    "never": (STEPS, np.full(40, np.inf), np.full(40, np.nan), np.full(40, np.nan)),
-}
-RATES = {
-    "Adam": {1e-3: estimate([2.0, 2.1, 2.2]), 3e-3: estimate([1.8, 1.9, 1.9]), 1e-2: LOST},
-    "SignSGD": {1e-4: estimate([2.5]), 1e-3: estimate([2.3])},
-    "never": {1e-3: LOST},
-}
-BEST = {"Adam": estimate([1.8, 1.9, 1.9]), "SignSGD": estimate([2.3]), "never": LOST}
-X, Y = [1e-4, 1e-3, 1e-2], [0.0, 1.0]
-MAP = [[1.0, 2.0, math.nan], [3.0, 4.0, math.inf]]
-
-
-def a_map(fig, values=MAP):
-    marks = {"best": (1e-4, 0.0), "theory": (3e-4, 0.5)}
-    figures.heat_map(fig, X, Y, values, "rate", "mix", label="loss", marks=marks, logx=True)
-
-
-DRAWINGS = {
-    "lines": lambda fig: figures.lines_with_bands(fig, CURVES, "step", "loss", logx=True),
-    "rates": lambda fig: figures.loss_against_rate(fig, RATES),
-    "bars": lambda fig: figures.bars_with_intervals(fig, BEST),
-    "map": a_map,
-}
-
-
-def drawn(name):
-    sheet = Sheet(layout="constrained")
-    DRAWINGS[name](sheet)
-    sheet.draw_without_rendering()
-    return sheet
-
-
-def legend_of(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
-
-
-def test_lines():
-    (ax,) = drawn("lines").axes
-    assert legend_of(ax) == [
-        *("never\ndiverged at once", "SignSGD", "one seed", "Adam"),  # as they end, from the top
-        *("95% interval over seeds", "diverged from here on"),
-    ]
-    crosses = [
-        line.get_xydata() for line in ax.lines if line.get_marker() == "x" and len(line.get_xdata())
-    ]
-    np.testing.assert_allclose(np.concatenate(crosses), [[19, FALL[18] + 0.5]])
-    assert ax.get_xscale() == "log"
-    low, high = ax.get_ylim()
-    assert low < 2 and FALL[0] + 0.5 < high < 10
-
-
-def test_a_curve_that_exploded_does_not_hide_the_others():
-    sheet = Sheet()
-    wild = np.geomspace(3, 1e6, len(STEPS))
-    curves = {"calm": (STEPS, FALL, FALL, FALL), "wild": (STEPS, wild, wild, wild)}
-    figures.lines_with_bands(sheet, curves, "step", "loss")
-    assert FALL.max() <= sheet.axes[0].get_ylim()[1] < 100
-    assert legend_of(sheet.axes[0]) == ["wild", "calm", "some are above the figure"]
-
-
-def test_lines_without_bands_or_crosses():
-    sheet = Sheet()
-    figures.lines_with_bands(sheet, {"x": (STEPS, FALL, FALL, FALL)}, "step", "loss")
-    assert legend_of(sheet.axes[0]) == ["x"]
-
-
-def test_rates():
-    top, ax = drawn("rates").axes
-    assert legend_of(ax) == [
-        *("Adam\nbest: 1.867 at 0.003", "SignSGD\nbest: 2.3 at 0.001", "never\ndiverged at every rate"),
-        *("best rate of a method", "95% interval over seeds"),
-    ]
-    rings = [tuple(line.get_xydata()[0]) for line in ax.lines if line.get_markersize() == 13]
-    assert rings == [(3e-3, BEST["Adam"].mean), (1e-3, 2.3)]
-    assert [line.get_xydata().tolist() for line in top.lines] == [[[1e-2, 0]], [[1e-3, 1]]]
-    assert [text.get_text() for text in top.get_yticklabels()] == ["Adam", "never"]
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["0.0001", "0.001", "0.003", "0.01"]
-
-
-def test_rates_without_divergence_have_no_strip():
-    sheet = Sheet()
-    figures.loss_against_rate(sheet, {"SignSGD": RATES["SignSGD"]})
-    (ax,) = sheet.axes
-    assert legend_of(ax) == ["SignSGD\nbest: 2.3 at 0.001", "best rate of a method"]
-
-
-def test_bars():
-    sheet = drawn("bars")
-    (ax,) = sheet.axes
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["Adam", "SignSGD", "never"]
-    numbers = [text.get_text() for text in ax.child_axes[0].get_yticklabels()]
-    assert numbers == ["1.87 (1.72 to 2.01)", "2.3 (1 seed)", "diverged"]
-    assert not [line for line in ax.lines if list(line.get_xdata()) == [0, 0]]
-
-
-def test_a_line_at_no_difference():
-    sheet = Sheet()
-    figures.bars_with_intervals(sheet, {"a - b": estimate([-0.1, 0.1, 0.15])}, xlabel="difference")
-    assert [line for line in sheet.axes[0].lines if list(line.get_xdata()) == [0, 0]]
-
-
-def test_map():
-    sheet = drawn("map")
-    ax, bar = sheet.axes
-    assert bar.get_ylabel() == "loss"
-    assert [text.get_text() for text in sheet.legends[0].get_texts()] == ["best", "theory", "diverged"]
-    assert [tuple(line.get_xydata()[0]) for line in ax.lines] == [(1e-4, 0.0), (3e-4, 0.5)]
-    (mesh,) = [c for c in ax.collections if hasattr(c, "get_coordinates")]
-    corners = mesh.get_coordinates()
-    np.testing.assert_allclose(corners[0, :, 0], [10**-4.5, 10**-3.5, 10**-2.5, 10**-1.5])
-    np.testing.assert_allclose(corners[:, 0, 1], [-0.5, 0.5, 1.5])
-    assert mesh.get_array().mask.tolist() == [[False, False, True], [False, False, True]]
-
-
-def test_map_of_another_shape():
-    with pytest.raises(
-        LabError, match=r"a heat map of 3 by 2 points needs values \[2, 3\], not \(3, 2\)"
-    ):
-        a_map(Sheet(), np.zeros((3, 2)))
-
-
-def test_a_method_keeps_its_colour():
-    names = ["Adam", "SignSGD", "never"]
-    colours_of = []
-    for some in (["Adam", "SignSGD"], ["SignSGD"]):
-        sheet = Sheet()
-        figures.bars_with_intervals(sheet, {name: BEST[name] for name in some}, names=names)
-        (line,) = [
-            line
-            for line in sheet.axes[0].lines
-            if list(line.get_xdata()) == [2.3] and line.get_ms() == 7
-        ]
-        colours_of.append((line.get_color(), line.get_marker()))
-    assert colours_of[0] == colours_of[1]
-
-
-def test_methods_differ_in_more_than_colour():
-    names = [f"method {i}" for i in range(20)]
-    looks = [tuple(sorted(figures.look_of(name, names).items())) for name in names]
-    assert len(set(looks)) == 20
-    first = [figures.look_of(name, names) for name in names[:7]]
-    assert len({look["color"] for look in first}) == len({look["marker"] for look in first}) == 7
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_labels_stay_beside_the_data_and_on_the_sheet(name):
-    sheet = drawn(name)
-    legends = [*sheet.legends, *(ax.get_legend() for ax in sheet.axes if ax.get_legend())]
-    for legend in legends:
-        box = legend.get_window_extent()
-        assert not any(box.overlaps(ax.get_window_extent()) for ax in sheet.axes)
-        corners = sheet.transFigure.inverted().transform([box.min, box.max])
-        assert (corners > -0.01).all() and (corners < 1.01).all()

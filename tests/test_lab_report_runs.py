@@ -15,7 +15,7 @@ import pytest
 from pergrad.lab import cli, gather
 from pergrad.lab.config import Model, Train, to_json
 from pergrad.lab.train import train
-from tests import labs, pages
+from tests import labs, pages, sheets
 
 SEEDS = (0, 1, 2)
 
@@ -29,6 +29,12 @@ class Killed:
     def advance(self, row: dict[str, Any]) -> None:
         if row["step"] == 8:
             raise KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def figures_in_sight():
+    with sheets.checked():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +151,34 @@ def test_names_say_what_differs(tmp_path):
     for name, config in (("a", a), ("b", b)):
         made(tmp_path / name, config, [2, 1])
     assert list(methods(tmp_path)) == [
-        "adam, batch size 16, model.width 64, max update None",
-        "micro_adam, batch size 64, model.width 32, max update 2",
+        "adam, batch size 16, width 64, no max update",
+        "micro_adam, batch size 64, width 32, max update 2",
     ]
+
+
+def test_figures_of_many_different_runs(tmp_path):
+    """Long names, many of them, losses that explode and diverge: each label and value is seen."""
+    for i, optimizer in enumerate(("adam", "micro_adam", "sign_ema", "micro_adam_msq")):
+        for batch_size, width in ((16, 64), (128, 128), (4, 32)):
+            model = Model(width=width, layers=width // 16)
+            for seed in (0, 1):
+                config = Train(
+                    optimizer=optimizer,
+                    learning_rate=1.23e-4 * batch_size,
+                    batch_size=batch_size,
+                    steps=480 // batch_size,
+                    model=model,
+                    seed=seed,
+                    clip=1.0 if batch_size == 16 else None,
+                )
+                losses = [2 + (seed + 1) / step for step in range(1, config.steps + 1)]
+                if optimizer == "micro_adam_msq":
+                    losses = [10.0 ** (step / 9) for step in range(config.steps)]
+                    losses = [*losses[:-1], None] if batch_size == 128 else losses
+                made(tmp_path / "runs" / f"{i}-{batch_size}-{seed}", config, losses)
+    with sheets.checked() as drawn:
+        gather.write([tmp_path / "runs"], tmp_path / "page", command="")
+    assert drawn == ["Final loss of each method", "Training loss", "Gradient norm"]
 
 
 def test_other_data_is_another_method_and_not_compared(tmp_path):

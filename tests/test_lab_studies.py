@@ -21,7 +21,7 @@ from pergrad.lab.runs import directory
 from pergrad.lab.studies import STUDIES, Lab, _layers, adam, clipping, plane, scaling, sign, snr, write
 from pergrad.lab.sweep import run_all
 from pergrad.lab.train import make_problem, parameters
-from tests import labs, pages
+from tests import labs, pages, sheets
 
 TINY = Model(layers=1, width=8, heads=2, context=8)
 
@@ -80,7 +80,9 @@ def ran(base, tmp_path_factory):
     def run(name: StudyName) -> Ran:
         out, told = tmp_path_factory.mktemp(name), []
         lab = Lab(out / "runs", 1, lambda *run: told.append(run))
-        page, answers = write(STUDIES[name], tiny(name, base), out, lab, "pergrad study")
+        with sheets.checked() as drawn:
+            page, answers = write(STUDIES[name], tiny(name, base), out, lab, "pergrad study")
+        assert len(drawn) == FIGURES[name]
         assert page == out / "report.html"
         return Ran(out, answers, told)
 

@@ -106,6 +106,7 @@ ORDER = [
     "pergrad.lab.progress",
     "pergrad.lab.sweep",
     "pergrad.lab.decide",
+    "pergrad.lab.sheet",
     "pergrad.lab.figures",
     "pergrad.lab.report",
     "pergrad.lab.tasks",

@@ -1,69 +1,29 @@
-"""How the lab draws: one style, and the figures that all studies share.
+"""The figures that all pages of the lab share.
 
 A figure is a function of a matplotlib figure; it is given an empty one, in the style of the page, and
 never meets pyplot or the user's backend. A method has one colour and one marker throughout, also for
-those who see fewer colours, and labels stay beside the data.
+those who see fewer colours, and labels stay beside the data. A value outside the axes has an arrow and
+its number (see `sheet`).
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Sheet
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullLocator
 
+from pergrad.lab import sheet
 from pergrad.lab.decide import Estimate
 from pergrad.lab.errors import LabError
+from pergrad.lab.sheet import look_of
 
-# Okabe and Ito's.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-_DASHES = ("-", "--", "-.", ":")
 _INTERVAL = "95% interval over seeds"
-
-_STYLE = {
-    "figure.figsize": (7.6, 4.3),
-    "savefig.dpi": 160,
-    "svg.hashsalt": "pergrad",
-    "font.size": 10,
-    "figure.titlesize": 12,
-    "figure.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#666666",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "legend.frameon": False,
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-}
-
-
-def render(title: str, draw: Callable[[Sheet], None]) -> tuple[bytes, bytes]:
-    """A figure with its title, as PNG and as SVG."""
-    png, svg = io.BytesIO(), io.BytesIO()
-    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
-        # The font has no Chinese, say. A box in a picture is no reason to lose the page.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        sheet = Sheet(layout="constrained")
-        draw(sheet)
-        sheet.suptitle(_plain(title, 72), x=0.01, ha="left")
-        sheet.savefig(png, format="png", metadata={"Software": None})
-        sheet.savefig(svg, format="svg", metadata={"Date": None})
-    return png.getvalue(), svg.getvalue()
 
 
 def lines_with_bands(
@@ -79,58 +39,97 @@ def lines_with_bands(
     names: Sequence[str] = (),
     lines: Mapping[str, float] | None = None,
 ) -> None:
-    """Curves (x, mean, low, high) by method. A cross ends those that are not finite further on.
+    """Curves (x, mean, low, high) by method. A cross stands where one is not finite.
 
     `interval` says what lies between low and high. `reference` is a level with its name, to compare the
     curves with, and `lines` are upright, at an x. `names` are all methods of the study, so that each has
     its colour in every figure.
     """
-    ax = _axes(fig, xlabel, ylabel)
+    ax = sheet.axes(fig, xlabel, ylabel)
     ax.set_xscale("log" if logx else "linear")
     ax.set_yscale("log" if logy else "linear")
+    arrays = {name: np.asarray(np.broadcast_arrays(*c), float) for name, c in curves.items()}
+    seen = _seen(arrays, reference, logy)
+    ax.set_ylim(*seen)
     entries: list[tuple[float, Any, str]] = []
-    arrays = [np.asarray(np.broadcast_arrays(*curve), float) for curve in curves.values()]
-    ends = [int(np.cumprod(np.isfinite(array[1])).sum()) for array in arrays]
-    for i, (name, array, end) in enumerate(zip(curves, arrays, ends, strict=True)):
-        x, mean, low, high = array[:, :end]
+    crosses: set[str] = set()
+    for i, (name, array) in enumerate(arrays.items()):
+        x, mean, low, high = array
         look = look_of(name, [*names, *curves])
         every = max(1, len(x) // 8)
         (line,) = ax.plot(x, mean, **look, lw=1.8, ms=5, markevery=(i * every // len(curves), every))
         low, high = np.where(np.isfinite(low) & np.isfinite(high), (low, high), np.nan)
-        ax.fill_between(x, low, high, color=look["color"], alpha=0.2, lw=0)
-        if end < array.shape[1]:
-            ax.plot(x[-1:], mean[-1:], "x", color=look["color"], ms=10, mew=2.5, zorder=4)
-        nothing = "diverged at once" if array.size else "nothing to draw"
-        entries.append((mean[-1], line, name) if end else (math.inf, line, f"{name}\n{nothing}"))
-    seen = np.concatenate([array[1:, :end] for array, end in zip(arrays, ends, strict=True)], 1)
+        shade = 0.2 if len(curves) <= 6 else 0.08  # many bands lie on top of each other
+        ax.fill_between(x, low, high, color=look["color"], alpha=shade, lw=0)
+        said = [name, *_arrows(ax, x, mean, seen, look["color"])]
+        crosses |= _crosses(ax, x, mean, seen[1], look["color"])
+        last = mean[np.isfinite(mean)][-1:]
+        if not last.size:
+            said.append("diverged at once" if x.size else "nothing to draw")
+        entries.append((last[0] if last.size else math.inf, line, "\n".join(said)))
     if reference is not None:
         level, label = reference
         entries.append((level, ax.axhline(level, color="#222222", lw=1.2, ls=":", zorder=1), label))
-        seen = np.concatenate([seen, np.full((3, 1), level)], 1)
     if logy:
-        with np.errstate(divide="ignore"):  # the interval of a single value begins at 0
-            seen_log = np.log(seen)
-        is_cut = _limit(
-            lambda low, high: ax.set_ylim(math.exp(low), math.exp(high)), *seen_log, usual=math.inf
-        )
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(lambda value, _: _short(value))
-        ax.yaxis.set_minor_locator(NullLocator())
-    else:  # all of the calmest curve is in sight
-        tops = [array[1, :end].max() for array, end in zip(arrays, ends, strict=True) if end]
-        is_cut = _limit(ax.set_ylim, *seen, usual=min(tops, default=math.inf))
-    if logx:
-        _ticks(ax.xaxis, {float(x) for array in arrays for x in array[0]}, log=True)
+        sheet.plain_log(ax.yaxis)
+    sheet.ticks(ax.xaxis, {float(x) for array in arrays.values() for x in array[0]}, logx)
     entries.sort(key=lambda entry: -entry[0])  # from top to bottom as the lines end
-    has_band = bool((seen[1] < seen[2])[np.isfinite(seen).all(0)].any())
-    notes = [(Patch(color="#666666", alpha=0.25, lw=0), interval)] * has_band
-    has_cross = any(end < array.shape[1] for array, end in zip(arrays, ends, strict=True))
-    notes += [(_grey(marker="x", mew=2), "diverged from here on")] * has_cross
-    notes += [_ABOVE] * is_cut
+    notes = _band_note(arrays, seen, interval)
+    notes += [(sheet.grey(marker="x", mew=2), note) for note in sorted(crosses)]
     for i, (name, x) in enumerate((lines or {}).items()):
-        look = {"color": "#222222", "ls": _DASHES[(i + 1) % len(_DASHES)], "lw": 1.4}
+        look = {"color": "#222222", "ls": sheet.DASHES[(i + 1) % len(sheet.DASHES)], "lw": 1.4}
         notes.append((ax.axvline(x, **look), f"{name}: {x:.3g}"))
-    _legend(ax, [(handle, name) for _, handle, name in entries] + notes)
+    sheet.legend(fig, ax, [(handle, name) for _, handle, name in entries] + notes)
+
+
+def _seen(
+    arrays: Mapping[str, np.ndarray], reference: tuple[float, str] | None, log: bool
+) -> tuple[float, float]:
+    """The limits of y. All of the calmest curve is in sight, and on a logarithmic axis all curves."""
+    level = np.full((3, 1), math.nan if reference is None else reference[0])
+    values = np.concatenate([level, *(array[1:] for array in arrays.values())], 1)
+    tops = [array[1][np.isfinite(array[1])].max(initial=-math.inf) for array in arrays.values()]
+    usual = min((top for top in tops if math.isfinite(top)), default=math.inf)
+    return sheet.limits(*values, usual=usual, log=log) or (0.1, 1.0)
+
+
+def _arrows(ax: Axes, x: Any, values: Any, seen: tuple[float, float], colour: str) -> list[str]:
+    """Marks where a curve is outside the limits; says how far it goes."""
+    far: dict[bool, float] = {}
+    for i, value, is_above in sheet.outside(values, seen):
+        sheet.arrow(ax, x[i], seen[is_above], "^" if is_above else "v", colour)
+        far[is_above] = (max if is_above else min)(value, far.get(is_above, value))
+    words = {True: "▲ outside: up to", False: "▼ outside: down to"}
+    return [f"{words[is_above]} {sheet.short(value)}" for is_above, value in far.items()]
+
+
+def _crosses(ax: Axes, x: Any, mean: Any, top: float, colour: str) -> set[str]:
+    """Marks where a curve is not finite: where it ends, or above if it goes on later; and says so."""
+    there = np.flatnonzero(np.isfinite(mean))
+    if not there.size:
+        return set()
+    look: dict[str, Any] = {"color": colour, "ms": 10, "mew": 2.5, "zorder": 5, "ls": "", "marker": "x"}
+    notes = set()
+    last = there[-1]
+    if last + 1 < len(mean):
+        ax.plot(x[last : last + 1], np.minimum(mean[last : last + 1], top), **look, clip_on=False)
+        notes.add("diverged from here on")
+    gaps = x[: last + 1][~np.isfinite(mean[: last + 1])]
+    if gaps.size:
+        ax.plot(gaps, np.full(gaps.shape, top), **look, clip_on=False)
+        notes.add("at the top: diverged")
+    return notes
+
+
+def _band_note(
+    arrays: Mapping[str, np.ndarray], seen: tuple[float, float], interval: str
+) -> list[tuple[Any, str]]:
+    """What explains the bands, if there are any."""
+    _, mean, low, high = np.concatenate([np.empty((4, 0)), *arrays.values()], 1)
+    if not (low < high)[np.isfinite([mean, low, high]).all(0)].any():
+        return []
+    cut = ", cut at the edge" * sheet.is_cut(low, high, seen)
+    return [(Patch(color="#666666", alpha=0.25, lw=0), interval + cut)]
 
 
 def loss_against_rate(
@@ -138,74 +137,146 @@ def loss_against_rate(
     by_method: Mapping[str, Mapping[float, Estimate]],
     *,
     xlabel: str = "learning rate",
-    ylabel: str = "final loss, mean over seeds",
+    ylabel: str = "final loss (nats), mean over seeds",
     interval: str = _INTERVAL,
     names: Sequence[str] = (),
 ) -> None:
     """The loss at every learning rate that was tried, and which is each method's best.
 
-    Above the axes a cross stands for every rate at which a run diverged, in a row for each method.
+    Above the axes a strip has a row for each method with a rate at which a run diverged, a cross, or at
+    which the loss is so high that it would flatten all others: its number.
     """
-    falls = [name for name, at in by_method.items() if not all(map(_has_mean, at.values()))]
+    known = [e for at in by_method.values() for e in at.values() if _has_mean(e)]
+    seen = sheet.limits(*columns(known)) or (0.0, 1.0)
+    fits = {
+        name: {rate: at[rate] for rate in sorted(at) if seen[0] <= at[rate].mean <= seen[1]}
+        for name, at in by_method.items()
+    }
+    rows = [name for name, at in by_method.items() if len(fits[name]) < len(at)]
     fig.set_figheight(max(4.3, 1.3 + 0.45 * len(by_method)))  # as high as the legend
-    ax, top = _axes_below_strip(fig, xlabel, ylabel, falls)
+    ax, top = _axes_below_strip(fig, xlabel, ylabel, rows)
+    ax.set_ylim(*seen)
     entries: list[tuple[float, Any, str]] = []
     for name, at in by_method.items():
         look = look_of(name, [*names, *by_method])
-        sane = {rate: at[rate] for rate in sorted(at) if _has_mean(at[rate])}
-        means = [e.mean for e in sane.values()]
+        own = fits[name]
         drawn = ax.errorbar(
-            list(sane), means, _bars(sane.values()), **look, ms=5, lw=1.6, elinewidth=1.2, capsize=3
+            list(own),
+            [e.mean for e in own.values()],
+            _bars(own.values()),
+            **look,
+            ms=5,
+            lw=1.6,
+            elinewidth=1.2,
+            capsize=3,
         )
-        lowest, said = math.inf, "diverged at every rate"
-        if sane:
-            lowest, best = min((e.mean, rate) for rate, e in sane.items())
-            ax.plot(best, lowest, "o", mfc="none", mec=look["color"], mew=1.8, ms=13, zorder=4)
-            said = f"best: {lowest:.4g} at {_short(best)}"
-        entries.append((lowest, drawn, f"{name}\n{said}"))
-        if name in falls:
-            crosses = sorted(at.keys() - sane.keys())
-            top.plot(crosses, [falls.index(name)] * len(crosses), "x", color=look["color"], ms=7, mew=2)
-    known = [e for at in by_method.values() for e in at.values() if _has_mean(e)]
-    is_cut = _limit(ax.set_ylim, *columns(known))
-    _ticks(ax.xaxis, {rate for at in by_method.values() for rate in at}, log=True)
+        sane = {rate: e.mean for rate, e in at.items() if _has_mean(e)}
+        best = min(sane, key=lambda rate: (sane[rate], rate), default=math.nan)
+        if best in own:
+            ax.plot(best, sane[best], "o", mfc="none", mec=look["color"], mew=1.8, ms=13, zorder=4)
+        said = f"best: {sane[best]:.4g} at {sheet.short(best)}" if sane else "diverged at every rate"
+        entries.append((sane.get(best, math.inf), drawn, f"{name}\n{said}"))
+        if name in rows:
+            _row_of_strip(top, rows.index(name), at.items() - own.items(), look["color"])
+    sheet.ticks(ax.xaxis, {rate for at in by_method.values() for rate in at}, log=True)
     entries.sort(key=lambda entry: entry[0])
-    notes = [(_grey(marker="o", mfc="none", mew=1.8, ms=11), "best rate of a method")] * bool(known)
-    notes += [(_grey(marker="|", mew=1.2, ms=13), interval)] * any(e.n > 1 for e in known)
-    notes += [_ABOVE] * is_cut
-    _legend(ax, [(handle, label) for _, handle, label in entries] + notes)
+    notes = [(sheet.grey(marker="o", mfc="none", mew=1.8, ms=11), "best rate of a method")]
+    notes *= any(fits.values())
+    if any(e.n > 1 for e in known):
+        drawn = [e for own in fits.values() for e in own.values()]
+        cut = ", cut at the edge" * sheet.is_cut(*columns(drawn)[1:], seen)
+        notes.append((sheet.grey(marker="|", mew=1.2, ms=13), interval + cut))
+    if rows:
+        notes.append((sheet.grey(marker="x", mew=2), "diverged"))
+    sheet.legend(fig, ax, [(handle, label) for _, handle, label in entries] + notes)
+
+
+def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str]) -> tuple[Axes, Axes]:
+    """Axes with a logarithmic x, and above them a strip with `rows` for what has no place in them."""
+    if not rows:
+        ax = top = sheet.axes(fig, xlabel, ylabel)
+    else:
+        fig.set_figheight(fig.get_figheight() + 0.2 * len(rows))
+        top, ax = fig.subplots(2, 1, sharex=True, height_ratios=[0.2 * len(rows) + 0.1, 3.4])
+        top.set_ylim(len(rows) - 0.4, -0.6)
+        top.yaxis.tick_right()
+        top.set_yticks(
+            range(len(rows)),
+            [sheet.plain(textwrap.shorten(name, 30, placeholder="…"), 30) for name in rows],
+            fontsize=8,
+        )
+        top.set_ylabel("above the\nfigure", rotation=0, ha="right", va="center", fontsize=8)
+        top.tick_params(which="both", length=0, labelbottom=False)
+        top.set_facecolor("#f3f3f3")
+        top.spines[:].set_visible(False)
+        top.grid(axis="y", visible=False)
+        sheet.label(ax, xlabel, ylabel)
+    ax.set_xscale("log")
+    return ax, top
+
+
+def _row_of_strip(top: Axes, row: int, at: Iterable[tuple[float, Estimate]], colour: str) -> None:
+    """A cross for what diverged, and the numbers of the others."""
+    for rate, e in sorted(at, key=lambda pair: pair[0]):
+        if _has_mean(e):
+            top.plot([rate], [row], "")  # so that the axes reach as far
+            top.text(
+                rate, row, f"▲{sheet.short(e.mean)}", color=colour, fontsize=8, ha="center", va="center"
+            )
+        else:
+            top.plot([rate], [row], "x", color=colour, ms=7, mew=2)
 
 
 def bars_with_intervals(
     fig: Sheet,
     by_method: Mapping[str, Estimate],
     *,
-    xlabel: str = f"final loss, mean and {_INTERVAL}",
+    xlabel: str = f"final loss (nats), mean and {_INTERVAL}",
     names: Sequence[str] = (),
+    kind: Callable[[str], str] = lambda name: name,
+    log: bool = False,
 ) -> None:
     """A row for each method: its mean, the interval, and both in numbers. A line at 0 if it is in sight.
 
-    Dots, not bars: a bar must begin at 0, and hides small differences of large losses.
+    Dots, not bars: a bar must begin at 0, and hides small differences of large losses. Methods of one
+    `kind` have one colour, by default each its own.
     """
-    fig.set_figheight(1.5 + 0.42 * len(by_method))
-    ax = _axes(fig, xlabel, "")
+    labels = [sheet.plain(name, 34) for name in by_method]
+    lines = max((label.count("\n") + 1 for label in labels), default=1)
+    fig.set_figheight(1.5 + max(0.42, 0.12 + sheet.LINE * lines) * len(by_method))
+    seen = sheet.limits(*columns(filter(_has_mean, by_method.values())), log=log) or (0.0, 1.0)
+    ax = fig.add_subplot()
+    ax.set_xscale("log" if log else "linear")
+    ax.set_xlim(*seen)
+    kinds = list(dict.fromkeys(map(kind, [*names, *by_method])))
+    outside = ""
     for row, (name, e) in enumerate(by_method.items()):
-        look = look_of(name, [*names, *by_method])
+        look = look_of(kind(name), kinds)
         look["ls"] = ""
-        if _has_mean(e):
+        if not _has_mean(e):
+            continue
+        if seen[0] <= e.mean <= seen[1]:
             ax.errorbar([e.mean], [row], xerr=_bars([e]), **look, ms=7, elinewidth=2, capsize=4)
-    _limit(ax.set_xlim, *columns(filter(_has_mean, by_method.values())))
-    ax.locator_params(axis="x", nbins=6)
+        ends = [e.mean] if e.n == 1 else [e.mean, e.low, e.high]
+        for is_out, edge, to in ((min(ends) < seen[0], 0, "<"), (max(ends) > seen[1], 1, ">")):
+            if is_out:
+                sheet.arrow(ax, seen[edge], row, to, look["color"])
+                outside = " (an arrow: it goes on outside)"
+    ax.set_xlabel(sheet.plain(xlabel + outside, 52))
+    if log:
+        sheet.plain_log(ax.xaxis)
+    else:
+        ax.locator_params(axis="x", nbins=6)
     rows = range(len(by_method))
-    ax.set_yticks(rows, [_plain(name, 34) for name in by_method])
+    ax.set_yticks(rows, labels)
     ax.set_ylim(len(by_method) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
     numbers = ax.secondary_yaxis("right")
     numbers.set_yticks(rows, [str(e) for e in by_method.values()])
     for side in (ax, numbers):
-        side.tick_params(axis="y", length=0)
+        side.tick_params(axis="y", length=0, pad=8)  # arrows stand on the edge
     numbers.spines["right"].set_visible(False)
-    if ax.has_data() and ax.get_xlim()[0] < 0 < ax.get_xlim()[1]:
+    if ax.has_data() and seen[0] < 0 < seen[1]:
         ax.axvline(0, color="#222222", lw=1.2, zorder=1)
 
 
@@ -233,7 +304,7 @@ def heat_map(
         raise LabError(
             f"a heat map of {len(x)} by {len(y)} points needs values [{len(y)}, {len(x)}], not {z.shape}"
         )
-    ax = _axes(fig, xlabel, ylabel)
+    ax = sheet.axes(fig, xlabel, ylabel)
     ax.grid(False)
     ax.set_xscale("log" if logx else "linear")
     ax.set_yscale("log" if logy else "linear")
@@ -242,81 +313,26 @@ def heat_map(
     ax.fill_between(ex[[0, -1]], *ey[[0, -1]], **hatched, zorder=0)
     white = {"edgecolors": "white", "linewidth": 0.4 if z.size <= 200 else 0}
     mesh = ax.pcolormesh(ex, ey, z, cmap="viridis", **white, zorder=1)
-    fig.colorbar(mesh, ax=ax, label=_plain(label, 38)).outline.set_visible(False)
+    fig.colorbar(mesh, ax=ax, label=sheet.plain(label, 38)).outline.set_visible(False)
     entries: list[tuple[Any, str]] = []
     for i, (name, (at_x, at_y)) in enumerate(marks.items()):
-        form = _MARKERS[i % len(_MARKERS)]
-        (mark,) = ax.plot(at_x, at_y, form, mfc="white", mec="black", mew=1.6, ms=10, zorder=3)
+        (mark,) = ax.plot(
+            at_x, at_y, sheet.marker(i), mfc="white", mec="black", mew=1.6, ms=10, zorder=3
+        )
         entries.append((mark, name))
     if z.mask.any():
         entries.append((Patch(**hatched), missing))
     if ticks is None:
-        _ticks(ax.xaxis, set(x), logx)
-        _ticks(ax.yaxis, set(y), logy)
+        sheet.ticks(ax.xaxis, x, logx)
+        sheet.ticks(ax.yaxis, y, logy)
     else:
         ax.set_xticks(x, ticks[0])
         ax.set_yticks(y, ticks[1])
     if entries:
-        labels = [_plain(name, 30) for _, name in entries]
+        labels = [sheet.plain(name, 30) for _, name in entries]
         fig.legend(
             [mark for mark, _ in entries], labels, loc="outside lower left", ncols=min(3, len(entries))
         )
-
-
-def _axes(fig: Sheet, xlabel: str, ylabel: str) -> Axes:
-    ax = fig.add_subplot()
-    _label(ax, xlabel, ylabel)
-    return ax
-
-
-def _label(ax: Axes, xlabel: str, ylabel: str) -> None:
-    ax.set_xlabel(_plain(xlabel, 70))
-    ax.set_ylabel(_plain(ylabel, 38))
-
-
-def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str]) -> tuple[Axes, Axes]:
-    """Axes with a logarithmic x, and above them a strip with `rows` for what diverged, if any."""
-    if not rows:
-        ax = top = _axes(fig, xlabel, ylabel)
-    else:
-        fig.set_figheight(fig.get_figheight() + 0.2 * len(rows))
-        top, ax = fig.subplots(2, 1, sharex=True, height_ratios=[0.2 * len(rows) + 0.1, 3.4])
-        top.set_ylim(len(rows) - 0.4, -0.6)
-        top.yaxis.tick_right()
-        top.set_yticks(
-            range(len(rows)),
-            [_plain(textwrap.shorten(name, 30, placeholder="…"), 30) for name in rows],
-            fontsize=8,
-        )
-        top.set_ylabel("diverged", rotation=0, ha="right", va="center")
-        top.tick_params(which="both", length=0, labelbottom=False)
-        top.set_facecolor("#f3f3f3")
-        top.spines[:].set_visible(False)
-        top.grid(axis="y", visible=False)
-        _label(ax, xlabel, ylabel)
-    ax.set_xscale("log")
-    return ax, top
-
-
-def look_of(name: str, names: Sequence[str]) -> dict[str, Any]:
-    """Colour, marker and dash of a method, by its place among all."""
-    i = list(names).index(name)
-    colour, dash = _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
-    return {"color": colour, "marker": _MARKERS[i % len(_MARKERS)], "ls": dash}
-
-
-def _grey(**look: Any) -> Line2D:
-    """What explains a mark that all methods share."""
-    return Line2D([], [], **({"color": "#666666", "ls": "", "ms": 7} | look))
-
-
-_ABOVE = _grey(marker="^"), "some are above the figure"
-
-
-def _legend(ax: Axes, entries: Sequence[tuple[Any, str]]) -> None:
-    labels = ["\n".join(_plain(line, 28) for line in label.split("\n")) for _, label in entries]
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0}
-    ax.legend([handle for handle, _ in entries], labels, **beside, labelspacing=0.7, fontsize=9)
 
 
 def _has_mean(e: Estimate) -> bool:
@@ -335,43 +351,6 @@ def _bars(estimates: Iterable[Estimate]) -> np.ndarray:
     return np.where(np.isfinite(bars), bars, 0)
 
 
-def _limit(
-    set_limits: Callable[[float, float], Any],
-    mean: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    *,
-    usual: float | None = None,
-) -> bool:
-    """Limits that contain the means, and the intervals but for those far wider than the others.
-
-    A loss that exploded would flatten all others: what is far above `usual`, by default three quarters
-    of the means, is cut off with its interval, and True is returned.
-    """
-    mean, low, high = np.array([mean, low, high])[:, np.isfinite(mean)]
-    if not mean.size:
-        return False
-    most = float(np.quantile(mean, 0.75)) if usual is None else usual
-    is_seen = mean <= most + (most - mean.min() or math.inf)
-    known = is_seen & np.isfinite(low) & np.isfinite(high)
-    low, high = low[known], high[known]
-    first, last = mean.min(), mean[is_seen].max()
-    room = max(last - first, np.median(high - low) if known.any() else 0) or abs(first) / 2 or 1.0
-    first, last = max(min([first, *low]), first - room), min(max([last, *high]), last + room)
-    pad = 0.06 * (last - first or room)
-    set_limits(float(first - pad), float(last + pad))
-    return not is_seen.all()
-
-
-def _ticks(axis: Axis, values: set[float], log: bool) -> None:
-    """Ticks at the values themselves, if there is room for their names."""
-    points = np.sort(np.array(list(values)))
-    steps = np.diff(np.log(points) if log else points)
-    if len(points) <= 10 and (not len(steps) or steps.min() > 0.08 * steps.sum()):
-        axis.set_ticks(points.tolist(), labels=[_short(v) for v in points])
-        axis.set_minor_locator(NullLocator())
-
-
 def _edges(centres: Sequence[float], log: bool) -> np.ndarray:
     c = np.log(centres) if log else np.asarray(centres, float)
     middles = (c[1:] + c[:-1]) / 2
@@ -380,14 +359,3 @@ def _edges(centres: Sequence[float], log: bool) -> np.ndarray:
     )
     edges = np.concatenate([[first], middles, [last]])
     return np.exp(edges) if log else edges
-
-
-def _short(value: float) -> str:
-    """0.0003, 1e-5: three digits, and no zeros in the exponent."""
-    return re.sub(r"e([-+])0*", lambda m: "e" + m[1].strip("+"), f"{value:.3g}")
-
-
-def _plain(text: str, width: int) -> str:
-    """Text for matplotlib, in lines of at most `width`: a dollar is a dollar, no byte is lost."""
-    text = text.encode(errors="backslashreplace").decode().replace("$", r"\$")
-    return textwrap.fill(text, width)

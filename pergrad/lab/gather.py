@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from matplotlib.figure import Figure as Sheet
 
 from pergrad.lab import config as configs
 from pergrad.lab import decide, figures, report, sweep
@@ -163,7 +164,11 @@ def _flat(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, An
 
 
 def _said(option: str, value: Any) -> str:
-    return f"{option.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
+    """`model.width`, 64 as "width 64"; "no clip" where there is none."""
+    words = option.removeprefix("model.").replace("_", " ")
+    return (
+        f"no {words}" if value is None else f"{words} {f'{value:g}' if type(value) is float else value}"
+    )
 
 
 def _results(methods: Methods) -> Iterator[dict[str, Any]]:
@@ -264,19 +269,24 @@ def _training(methods: Methods) -> report.Section:
     begun = {name: [run for run in own if run.rows] for name, own in methods.items()}
     begun = {name: own for name, own in begun.items() if own}
 
-    def drawn(title: str, field: str) -> report.Figure:
+    def drawn(title: str, field: str, ylabel: str) -> report.Figure:
         curves = {
             name: curve(
                 [[_number(row.get(field)) for row in run.rows] for run in own], own[0].config.batch_size
             )
             for name, own in begun.items()
         }
-        return _lines(title, "Means over parts of the training.", curves, title.lower(), methods)
+        caption = "Each point is the mean over a twentieth of the steps, and over the seeds."
+        return _lines(title, caption, curves, ylabel, methods)
 
     return report.Section(
         "Training",
-        "Where runs of a method are not done, means and intervals are over those that have come so far.",
-        figures=[drawn("Training loss", "loss"), drawn("Gradient norm", "gradient_norm")],
+        "How the loss fell while the examples went by. Where some runs of a method are not done, a "
+        "point is the mean over the runs that have come so far.",
+        figures=[
+            drawn("Training loss", "loss", "training loss (nats)"),
+            drawn("Gradient norm", "gradient_norm", "norm of the mean gradient"),
+        ],
     )
 
 
@@ -285,17 +295,21 @@ def _noise(methods: Methods) -> Iterator[report.Section]:
     scales = _curves(methods, lambda noise: noise.get("noise_scale"))
     if not scales:
         return
-    drawn = [_lines("Noise scale", "tr Sigma / |mu|^2.", scales, "examples", methods)]
+    caption = "The noise scale tr Sigma / |mu|^2, the mean over seeds."
+    drawn = [_lines("Noise scale", caption, scales, "noise scale (examples)", methods, logy=True)]
     text = (
-        "The noise scale is the batch size at which noise equals signal. A run counts where it has seen "
+        "The noise scale is the size of the batch in whose mean gradient noise and signal are equal. A "
+        "step without a point is one at which no run saw any signal: its noise scale would be infinite."
     )
-    text += "any signal; without, the scale would be infinite."
     layers = sorted(
         {name.removeprefix("noise_share") for own in methods.values() for name in _noise_names(own)}
         - {""}
     )
     if len(layers) > FEW_LAYERS or len(scales) > FEW_METHODS:
-        text += " There are too many layers or methods to draw the layers here; metrics.jsonl has them."
+        text += (
+            " The noise in each layer is not drawn, because there are too many layers or methods: it is "
+            "in the file metrics.jsonl of each run."
+        )
     elif layers:
         drawn += [_layers(name, methods[name], layers) for name in scales]
     yield report.Section("Noise", text, figures=drawn)
@@ -311,9 +325,10 @@ def _layers(name: str, runs: Sequence[Found], paths: Sequence[str]) -> report.Fi
 
     curves = {_layer(path): c for path in paths for c in _curves({name: runs}, part(path)).values()}
     caption = (
-        "noise_share / (1 + noise_share): the part of noise in the mean square of a batch's gradient."
+        "How much of the square of a batch's mean gradient is noise, in each layer: 0 is all signal, 1 "
+        "all noise. It is noise_share / (1 + noise_share)."
     )
-    return _lines(f"Noise share of layers: {name}", caption, curves, "part of noise", curves)
+    return _lines(f"Noise share of layers: {name}", caption, curves, "part that is noise", curves)
 
 
 def _noise_names(runs: Sequence[Found]) -> set[str]:
@@ -344,13 +359,18 @@ def _curves(methods: Methods, number: Callable[[Mapping[str, Any]], Any]) -> dic
 
 
 def _lines(
-    title: str, caption: str, curves: Mapping[str, Curve], ylabel: str, names: Mapping[str, Any]
+    title: str,
+    caption: str,
+    curves: Mapping[str, Curve],
+    ylabel: str,
+    names: Mapping[str, Any],
+    *,
+    logy: bool = False,
 ) -> report.Figure:
-    return report.Figure(
-        title,
-        f"{caption} Over examples seen.",
-        lambda fig: figures.lines_with_bands(fig, curves, "examples seen", ylabel, names=list(names)),
-    )
+    def draw(fig: Sheet) -> None:
+        figures.lines_with_bands(fig, curves, "examples seen", ylabel, names=list(names), logy=logy)
+
+    return report.Figure(title, caption, draw)
 
 
 def _number(x: Any) -> float | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from matplotlib.figure import Figure as Sheet
 
-from pergrad.lab import figures, files
+from pergrad.lab import files, sheet
 from pergrad.lab.decide import ANSWERS, CONTRADICTED, NOT_SHOWN, SUPPORTED, Verdict
 from pergrad.lab.errors import LabError
 
@@ -89,7 +89,7 @@ def write(page: Page, out: Path, rows: Iterable[Mapping[str, Any]] = ()) -> Path
     pictures: list[bytes] = []
     drawn = [figure for section in page.sections for figure in section.figures]
     for figure, name in zip(drawn, _file_names([figure.title for figure in drawn]), strict=True):
-        png, svg = figures.render(figure.title, figure.draw)
+        png, svg = sheet.render(figure.title, figure.draw)
         pictures.append(png)
         contents |= {out / "figures" / f"{name}.png": png, out / "figures" / f"{name}.svg": svg}
     # A file name may hold bytes that are no text.

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Sheet
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pergrad.lab import figures, tasks
+from pergrad.lab import sheet, tasks
 from pergrad.lab.bench import cases
 from pergrad.lab.bench.tables import Row, measured, short
 from pergrad.lab.config import PartName, TaskName
@@ -19,7 +19,7 @@ from pergrad.lab.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMA
 
 ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY)  # who has which colour
 LOOKS: dict[str, dict[str, Any]] = {
-    **{name: figures.look_of(name, ORDER) | {"label": name} for name in ORDER},
+    **{name: sheet.look_of(name, ORDER) | {"label": name} for name in ORDER},
     FLOOR: {"color": "#222222", "ls": ":", "marker": "", "label": "jax.grad"},
 }
 # By the name of the figure: the part that it draws.
@@ -48,7 +48,7 @@ def write(rows: Iterable[Row], out: Path) -> list[Path]:
     for name, (part, title) in TITLES.items():
         own, draw = parts[part], draws[part]
         if own:
-            png, svg = figures.render(title, lambda fig, own=own, draw=draw: draw(fig, own))
+            png, svg = sheet.render(title, lambda fig, own=own, draw=draw: draw(fig, own))
             for ending, content in ((".png", png), (".svg", svg)):
                 paths.append(out / f"{name}{ending}")
                 with disk_errors(paths[-1]):

@@ -222,7 +222,11 @@ def _kept(preset: Preset, looks: list[dict[str, Any]]) -> report.Section:
                 "Signal-to-noise ratio of one example, by group of layers",
                 "Of gradients and of their signs, with intervals over seeds.",
                 lambda fig: figures.bars_with_intervals(
-                    fig, bars, xlabel="signal-to-noise ratio, mean and 95% interval over seeds"
+                    fig,
+                    bars,
+                    xlabel="signal-to-noise ratio, mean and 95% interval over seeds",
+                    kind=lambda name: name.split(", ")[1],
+                    log=True,
                 ),
             ),
             report.Figure(

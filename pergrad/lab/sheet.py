@@ -1,0 +1,209 @@
+"""The sheet that a figure is drawn on: its style, labels and legend, and what part of the data is seen.
+
+Every figure of the lab keeps two rules. Every value is seen: one that would flatten all others is left
+out of the axes, but an arrow stands at their edge, and its number is written on the sheet. And every
+label can be read: the sheet grows until the names fit, none is cut and none covers another.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure as Sheet
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+
+# Okabe and Ito's.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+DASHES = ("-", "--", "-.", ":")
+
+_STYLE = {
+    "figure.figsize": (7.6, 4.3),
+    "savefig.dpi": 160,
+    "svg.hashsalt": "pergrad",
+    "font.size": 10,
+    "figure.titlesize": 12,
+    "figure.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "legend.frameon": False,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+}
+LINE = 0.17  # inches: the height of a line of small letters
+FLATTENED = 4  # how many times higher axes may become for the values that are not usual
+_ROOM_BESIDE = 3.5  # inches: the legends up to this height fit beside axes of the usual height
+
+
+def render(title: str, draw: Callable[[Sheet], None]) -> tuple[bytes, bytes]:
+    """A figure with its title, as PNG and as SVG."""
+    png, svg = io.BytesIO(), io.BytesIO()
+    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
+        # The font has no Chinese, say. A box in a picture is no reason to lose the page.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        sheet = Sheet(layout="constrained")
+        draw(sheet)
+        sheet.suptitle(plain(title, int(9.4 * sheet.get_figwidth())), x=0.01, ha="left")
+        sheet.savefig(png, format="png", metadata={"Software": None})
+        sheet.savefig(svg, format="svg", metadata={"Date": None})
+    return png.getvalue(), svg.getvalue()
+
+
+# Axes, names and legends.
+
+
+def axes(fig: Sheet, xlabel: str, ylabel: str) -> Axes:
+    ax = fig.add_subplot()
+    label(ax, xlabel, ylabel)
+    return ax
+
+
+def label(ax: Axes, xlabel: str, ylabel: str) -> None:
+    ax.set_xlabel(plain(xlabel, 70))
+    ax.set_ylabel(plain(ylabel, 38))
+
+
+def look_of(name: str, names: Sequence[str]) -> dict[str, Any]:
+    """Colour, marker and dash of a method, by its place among all."""
+    i = list(names).index(name)
+    colour, dash = _COLOURS[i % len(_COLOURS)], DASHES[i // len(_COLOURS) % len(DASHES)]
+    return {"color": colour, "marker": marker(i), "ls": dash}
+
+
+def marker(i: int) -> str:
+    return _MARKERS[i % len(_MARKERS)]
+
+
+def grey(**look: Any) -> Line2D:
+    """What explains a mark that all methods share."""
+    return Line2D([], [], **({"color": "#666666", "ls": "", "ms": 7} | look))
+
+
+def legend(fig: Sheet, ax: Axes, entries: Sequence[tuple[Any, str]]) -> None:
+    """Beside the axes if it is no higher than they are; else below them, in two columns."""
+    handles = [handle for handle, _ in entries]
+    beside = [_lines(said, 28) for _, said in entries]
+    look = {"labelspacing": 0.7, "fontsize": 9}
+    if _height(beside) <= max(_ROOM_BESIDE, fig.get_figheight() - 0.8):
+        ax.legend(handles, beside, **look, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+        return
+    below = [_lines(said, 46) for _, said in entries]
+    half = (len(below) + 1) // 2
+    fig.set_figheight(fig.get_figheight() + max(_height(below[:half]), _height(below[half:])))
+    fig.legend(handles, below, **look, loc="outside lower left", ncols=2)
+
+
+def _lines(text: str, width: int) -> str:
+    return "\n".join(plain(line, width) for line in text.split("\n"))
+
+
+def _height(labels: Sequence[str]) -> float:
+    """Of a column of a legend, in inches."""
+    return sum(LINE * (said.count("\n") + 1) + 0.09 for said in labels)
+
+
+# What is seen.
+
+
+def limits(
+    mean: Any, low: Any, high: Any, *, usual: float | None = None, log: bool = False
+) -> tuple[float, float] | None:
+    """Limits that contain the means, and the intervals but for those far wider than the others.
+
+    A loss that exploded would flatten all others: what is far above `usual`, by default three quarters
+    of the means, is outside, with its interval. Far is `FLATTENED` times what the usual ones span. A
+    logarithmic axis has room for all of them, but values that are not above 0 are outside. None if there
+    is nothing to see. Whoever sets these limits marks what is outside.
+    """
+    known = np.array([mean, low, high], float)
+    if log:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            known = np.log(known)
+    mean, low, high = known[:, np.isfinite(known[0])]
+    if not mean.size:
+        return None
+    most = math.inf if log else float(np.quantile(mean, 0.75)) if usual is None else usual
+    is_seen = mean <= most + (FLATTENED * (most - mean.min()) or math.inf)
+    whole = is_seen & np.isfinite(low) & np.isfinite(high)
+    low, high = low[whole], high[whole]
+    first, last = mean.min(), mean[is_seen].max()
+    room = max(last - first, np.median(high - low) if whole.any() else 0) or abs(first) / 2 or 1.0
+    first, last = max(min([first, *low]), first - room), min(max([last, *high]), last + room)
+    pad = 0.06 * (last - first or room)
+    first, last = float(first - pad), float(last + pad)
+    return (math.exp(first), math.exp(last)) if log else (first, last)
+
+
+def outside(values: Any, seen: tuple[float, float]) -> Iterator[tuple[int, float, bool]]:
+    """Where finite values leave the limits `seen`.
+
+    For every stretch that is outside: the index and value of the farthest, and whether it is above.
+    """
+    values = np.where(np.isfinite(values), values, math.nan)
+    side = (values > seen[1]).astype(int) - (values < seen[0])
+    edges = [*np.flatnonzero(np.diff(side, prepend=0)), len(values)]
+    for begin, end in itertools.pairwise(edges):
+        if side[begin]:
+            far = begin + int(np.argmax(side[begin] * values[begin:end]))
+            yield far, float(values[far]), bool(side[begin] > 0)
+
+
+def is_cut(low: Any, high: Any, seen: tuple[float, float]) -> bool:
+    """Whether an interval goes on outside the limits. One of a single seed is not drawn at all."""
+    low, high = np.asarray(low, float), np.asarray(high, float)
+    known = np.isfinite(low) & np.isfinite(high)
+    return bool((known & ((low < seen[0]) | (high > seen[1]))).any())
+
+
+def arrow(ax: Axes, x: float, y: float, to: Literal["^", "v", "<", ">"], colour: str) -> None:
+    """At the edge of the axes, to a value that is outside."""
+    ax.plot([x], [y], to, color=colour, ms=8, mec="white", mew=0.8, clip_on=False, zorder=6)
+
+
+def ticks(axis: Axis, values: Iterable[float], log: bool) -> None:
+    """Ticks at the values themselves, if there is room for their names."""
+    points = np.array(sorted(set(values)))
+    steps = np.diff(np.log(points) if log else points)
+    if len(points) <= 10 and (not len(steps) or steps.min() > 0.08 * steps.sum()):
+        axis.set_ticks(points.tolist(), labels=[short(v) for v in points])
+        axis.set_minor_locator(NullLocator())
+
+
+def plain_log(axis: Axis) -> None:
+    """1, 2, 5, 10 and not powers; fewer where there are many decades."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1, 3)))
+    axis.set_major_formatter(lambda value, _: short(value))
+    axis.set_minor_locator(NullLocator())
+
+
+# Words.
+
+
+def short(value: float) -> str:
+    """0.0003, 1e-5, 2890: three digits, and no zeros in the exponent."""
+    if 1e3 <= abs(value) < 1e5:
+        return f"{value:.0f}"
+    return re.sub(r"e([-+])0*", lambda m: "e" + m[1].strip("+"), f"{value:.3g}")
+
+
+def plain(text: str, width: int) -> str:
+    """Text for matplotlib, in lines of at most `width`: a dollar is a dollar, no byte is lost."""
+    text = text.encode(errors="backslashreplace").decode().replace("$", r"\$")
+    return textwrap.fill(text, width)
