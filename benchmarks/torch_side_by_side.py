@@ -264,7 +264,7 @@ def measure(item: run.Item, settings: run.Settings) -> list[run.Row]:
     head = {**dataclasses.asdict(item), "model": shape}
     rows = [{**head, **numbers} for numbers in price.numbers(results)]
     rows += [{**head, "candidate": name, "left_out": why} for name, why in left_out.items()]
-    Console(width=120).print(tables.in_terminal(str(item), rows))
+    tables.show(Console(), str(item), rows)
     return rows
 
 

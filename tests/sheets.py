@@ -46,7 +46,7 @@ def checked() -> Iterator[list[str]]:
 
 def check(sheet: Sheet, title: str = "") -> None:
     sheet.draw_without_rendering()
-    words = " ".join(text.get_text() for text in _texts(sheet))
+    words = " ".join(" ".join(text.get_text() for text in _texts(sheet)).split())
     for ax in sheet.axes:
         hidden = [value for value in _outside(ax) if sheets.short(value) not in words]
         assert not hidden, f"{title}: {hidden} are outside the axes, and nothing says so"

@@ -243,13 +243,37 @@ def test_tables():
         "| mlp | 3.00 s | 1.00 | 1.00 | 1.50 |",
     ]
     assert tables.building(ROWS) == ""
-    console = Console(file=io.StringIO(), width=140)
-    console.print(tables.in_terminal("title", ROWS))
-    shown = console.file.getvalue()  # type: ignore
+    shown = printed(140, ROWS)
     assert "1250.0" in shown and "1.25" in shown and "without jax_privacy: no" in shown
     assert "busy" not in shown
-    console.print(tables.in_terminal("title", [a_row(FLOOR, 1.0, quartiles=[1.2, 1.6, 1.7])]))
-    assert "busy" in console.file.getvalue()  # type: ignore
+    assert "busy" in printed(140, [a_row(FLOOR, 1.0, quartiles=[1.2, 1.6, 1.7])])
+
+
+def printed(width: int, rows: list[dict[str, Any]], *, terminal: bool = True) -> str:
+    file = io.StringIO()
+    tables.show(
+        Console(file=file, width=width, force_terminal=terminal, color_system=None), "title", rows
+    )
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+def test_a_number_is_never_cut(width):
+    """Neither in a narrow terminal nor in a pipe, which has the table as wide as it needs."""
+    rows = [a_row(row["candidate"], 1234.5678 * i) for i, row in enumerate(tables.measured(ROWS), 1)]
+    rows[0]["process"] = {"peak_bytes": 5678e6}
+    numbers = [cell for row in rows for cell in tables.cells(row)[1:] if cell]
+    shown, piped = printed(width, rows), printed(width, rows, terminal=False)
+    for text in (shown, piped):
+        assert "…" not in text
+        assert not [number for number in numbers if number not in " ".join(text.split())]
+    assert max(map(len, shown.splitlines())) <= width
+    for row in rows:  # a line for each candidate, whole
+        assert [line for line in piped.splitlines() if all(cell in line for cell in tables.cells(row))]
+
+
+def test_columns_without_numbers_are_not_shown():
+    assert "process" in printed(80, ROWS) and "process" not in printed(80, [ROWS[1], ROWS[2]])
 
 
 def grown(part: str) -> list[dict[str, Any]]:

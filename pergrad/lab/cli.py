@@ -202,7 +202,7 @@ def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
     console.rule("The price, measured beside jax.grad")
     names = (FLOOR, VMAP, f"{MICRO_GRAD}{MICROBATCH}1", PERGRAD, AUTO)
     found = price.measure(problem.loss, task, params, batch, names=names, rounds=9, budget=4.0)
-    console.print(tables.in_terminal("", price.numbers(found.results)))
+    tables.show(console, "", price.numbers(found.results))
     console.rule("A study: three places for the sign, on the sources of Python's library")
     study("sign", "demo", out, processes)
 
@@ -287,12 +287,12 @@ def bench(
     )
     for item, rows in run.comparisons(every).items():
         if item.part == "models":
-            console.print(tables.in_terminal(str(item), rows))
+            tables.show(console, str(item), rows)
     if built := tables.building(every):
-        console.print(Text(f"tracing and compiling\n{built}"))
-    console.print(
-        f"fastest of at most {rounds} rounds; ratios to the first; memory is XLA's temporary memory"
-    )
+        console.print(
+            Text(f"seconds to trace and compile, then multiples of them\n{built}"), soft_wrap=True
+        )
+    console.print(f"times are the fastest of at most {rounds} rounds")
     for path in (out / "results.json", *drawings.write(every, out)):
         console.print(Text(str(path), "bold"), soft_wrap=True)
 

@@ -183,8 +183,8 @@ def loss_against_rate(
     notes = [(sheet.grey(marker="o", mfc="none", mew=1.8, ms=11), "best rate of a method")]
     notes *= any(fits.values())
     if any(e.n > 1 for e in known):
-        drawn = [e for own in fits.values() for e in own.values()]
-        cut = ", cut at the edge" * sheet.is_cut(*columns(drawn)[1:], seen)
+        _, low, high = columns(e for own in fits.values() for e in own.values())
+        cut = ", cut at the edge" * sheet.is_cut(low, high, seen)
         notes.append((sheet.grey(marker="|", mew=1.2, ms=13), interval + cut))
     if rows:
         notes.append((sheet.grey(marker="x", mew=2), "diverged"))

@@ -14,7 +14,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -171,8 +171,8 @@ def is_cut(low: Any, high: Any, seen: tuple[float, float]) -> bool:
     return bool((known & ((low < seen[0]) | (high > seen[1]))).any())
 
 
-def arrow(ax: Axes, x: float, y: float, to: Literal["^", "v", "<", ">"], colour: str) -> None:
-    """At the edge of the axes, to a value that is outside."""
+def arrow(ax: Axes, x: float, y: float, to: str, colour: str) -> None:
+    """At the edge of the axes, to a value that is outside: `to` is one of ^ v < >."""
     ax.plot([x], [y], to, color=colour, ms=8, mec="white", mew=0.8, clip_on=False, zorder=6)
 
 

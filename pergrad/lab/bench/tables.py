@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -15,29 +18,67 @@ Row = Mapping[str, Any]
 
 HEADER = (
     "candidate",
-    "time ms",
-    "quartiles",
-    "time x",
-    "memory MB",
-    "memory x",
-    "compile x",
-    "process MB",
+    "time\nms",
+    "quartiles\nms",
+    "time\nx",
+    "memory\nMB",
+    "memory\nx",
+    "compile\nx",
+    "process\nMB",
 )
+SAID = "x: as a multiple of the first row; memory: what XLA sets aside for intermediate results"
 
 
-def in_terminal(title: str, rows: Sequence[Row]) -> Table:
-    """One comparison, its floor first. Those that were left out are named, and why."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column, name in enumerate(HEADER):
-        table.add_column(name, justify="right" if column else "left", no_wrap=not column)
-    for row in measured(rows):
-        is_ours = family(row["candidate"]) == PERGRAD
-        table.add_row(*map(Text, cells(row)), style="bold" if is_ours else "")
+def show(console: Console, title: str, rows: Sequence[Row]) -> None:
+    """Prints one comparison, its floor first; those that were left out are named, and why.
+
+    No number is cut: in a pipe the table is as wide as it needs, in a terminal names are wrapped, and
+    where that is not enough every candidate has some lines of its own.
+    """
+    table = _table(title, rows)
+    needed = Measurement.get(console, console.options.update(max_width=1000), table)
+    if not console.is_terminal:
+        Console(file=console.file, width=needed.maximum).print(table)
+    elif needed.minimum <= console.width:
+        console.print(table)
+    else:
+        console.print(Text(title, "bold"))
+        for row in measured(rows):
+            name, *numbers = cells(row)
+            units = [header.replace("\n", " ") for header in HEADER[1:]]
+            said = [f"{unit} {number}" for unit, number in zip(units, numbers, strict=True) if number]
+            console.print(Text(f"{name}: {', '.join(said)}", "bold" if _is_ours(row) else ""))
+    console.print(Text("\n".join([SAID, *_notes(rows)]), "italic"))
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    """Without the columns that have no number."""
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_edge, table.padding = False, (0, 1, 0, 0)
+    lines = [cells(row) for row in measured(rows)]
+    there = [any(column) for column in zip(*lines, strict=True)]
+    for i, name in enumerate(HEADER):
+        if there[i]:
+            width = max(len(word) for word in [*name.split("\n"), *(line[i] for line in lines)])
+            look: dict[str, Any] = {"justify": "right", "no_wrap": True, "min_width": width}
+            if not i:
+                look = {"overflow": "fold"}
+            table.add_column(name, **look)
+    for row, line in zip(measured(rows), lines, strict=True):
+        shown = (Text(cell) for cell, is_there in zip(line, there, strict=True) if is_there)
+        table.add_row(*shown, style="bold" if _is_ours(row) else "")
+    return table
+
+
+def _is_ours(row: Row) -> bool:
+    return family(row["candidate"]) == PERGRAD
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
     notes = [f"without {row['candidate']}: {row['left_out']}" for row in rows if "left_out" in row]
     if is_disturbed(rows):
         notes.append("the floor's times vary widely: was the machine busy? Do not trust these")
-    table.caption = Text("\n".join(notes)) if notes else None
-    return table
+    return notes
 
 
 def is_disturbed(rows: Sequence[Row]) -> bool:
@@ -53,7 +94,7 @@ def cells(row: Row) -> list[str]:
     return [
         row["candidate"],
         f"{1e3 * row['minimum']:.1f}",
-        f"{1e3 * low:.0f} to {1e3 * high:.0f}",
+        f"{1e3 * low:.0f}–{1e3 * high:.0f}",
         f"{ratios['time']:.2f}",
         _number(row["temp_bytes"], 1e-6, ".1f"),
         _number(ratios["memory"], 1, ".2f"),
