@@ -20,6 +20,7 @@ def value_and_stats(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
+    shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
@@ -35,12 +36,17 @@ def value_and_stats(
       stats: statistics (`pg.Mean`, `pg.Variance`, ...) in any pytree; the result has the same tree.
       argnums: the argument or arguments to differentiate, as in `jax.grad`. A statistic's result is a
         tree like that argument, or a tuple of trees.
-      batch_argnums: the arguments whose leaves carry the example axis in front.
+      batch_argnums: the arguments whose leaves carry the example axis in front: `(1, 2)` for
+        `loss(params, x, y)`.
       has_aux: whether `fun` returns `(loss, aux)`.
       keep_batch_dim: True: `fun` is applied to batches of one. False: to one example, whose leaves
         have no example axis.
       rng_argnums: arguments whose leaves are PRNG keys, typed or raw. Example i of B gets
         `jax.random.split(key, B)[i]`.
+      shared_argnums: arguments that are the same for all examples although they do not look like it:
+        their leading axis is as long as the batch, or they hold PRNG keys. Such an argument is refused
+        unless `batch_argnums`, `rng_argnums` or `shared_argnums` names it. All other arguments are the
+        same for all examples, too, and need not be named.
       microbatch_size: how many examples go through the model at a time, on each device: None for all, a
         number, or `"auto"`. Any size gives the same result.
       spmd_axis_name: the axis or axes of the mesh (`jax.set_mesh`) over which the batch is sharded. Each
@@ -76,6 +82,7 @@ def value_and_stats(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,
         rng_argnums=rng_argnums,
+        shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
@@ -97,6 +104,7 @@ def grad_stats(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
+    shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
@@ -117,6 +125,7 @@ def grad_stats(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,
         rng_argnums=rng_argnums,
+        shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
@@ -139,6 +148,7 @@ def explain(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
+    shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
@@ -160,6 +170,7 @@ def explain(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,
         rng_argnums=rng_argnums,
+        shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,

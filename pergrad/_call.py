@@ -6,7 +6,7 @@ run returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,15 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from pergrad._arguments import (
+    check_others,
+    is_number_like,
+    is_one_key,
+    kind,
+    named_leaves,
+    refuse_key_in_batch,
+    roles_of,
+)
 from pergrad._choose import Phase
 from pergrad._compat import aval
 from pergrad._cut import Cut, make_cut
@@ -22,7 +31,7 @@ from pergrad._devices import Devices
 from pergrad._errors import ArgumentError
 from pergrad._hoist import hoist
 from pergrad._plan import Plan, Schedule, describe, make_schedule
-from pergrad._request import Request, as_tuple, takes_direction
+from pergrad._request import Request, takes_direction
 from pergrad._run import Outcome, Results, part_of_all, run, run_last
 from pergrad._statistics import (
     Accumulator,
@@ -59,14 +68,13 @@ class Call:
     ) -> None:
         self.request, self.args, self.kwargs = request, args, kwargs
         self.devices = devices or Devices()
-        self.argnums = self._places("argnums")
-        self.batch_argnums = self._places("batch_argnums")
-        self.rng_argnums = self._places("rng_argnums")
-        self._check_overlap()
+        self.roles = roles_of(request, args, kwargs)
         self.params, self.params_tree, self.paths = self._flatten_params()
         self.batch, self.batch_tree = self._flatten_batch()
         self.keys, self.keys_tree = self._flatten_keys()
         self.size: int = self.batch[0].shape[0]
+        if not self.devices.axes:  # one of several devices has a part of the batch, checked as a whole
+            check_others(request, self.roles, args, kwargs, self.size)
         self.whole_size = self.devices.number * self.size
         self.wanted = [request.wanted(path) for path in self.paths]
         self._check_statistics()
@@ -88,62 +96,40 @@ class Call:
             if isinstance(statistic, Variance):
                 self._check_variance(statistic, self.whole_size)
 
-    def _places(self, name: str) -> tuple[int, ...]:
-        """The argument numbers of this name, counted from the front."""
-        numbers, n = as_tuple(getattr(self.request, name)), len(self.args)
-        for number in numbers:
-            if not -n <= number < n:
-                raise ArgumentError(
-                    f"{name}={getattr(self.request, name)} needs more than the {n} positional "
-                    "arguments of this call. (Arguments given by keyword are not counted.)"
-                )
-        return tuple(number % n for number in numbers)
-
-    def _check_overlap(self) -> None:
-        seen: dict[int, str] = {}
-        for name in ("argnums", "batch_argnums", "rng_argnums"):
-            for number in getattr(self, name):
-                if number in seen:
-                    raise ArgumentError(
-                        f"argument {number} is named by {seen[number]} and by {name}; an argument has "
-                        "one role."
-                    )
-                seen[number] = name
-
     def _flatten_params(self) -> tuple[list[Any], Any, list[str]]:
-        trees = tuple(self.args[n] for n in self.argnums)
+        trees = tuple(self.args[n] for n in self.roles.argnums)
         with_path, tree = jax.tree_util.tree_flatten_with_path(trees)
         several = len(trees) > 1
         paths, leaves = [], []
         for (first, *rest), leaf in with_path:
             path = jax.tree_util.keystr(tuple(rest))
-            number = self.argnums[first.idx]
+            number = self.roles.argnums[first.idx]
             path = f"args[{number}]{path}" if several or not path else path
-            if not _is_number_like(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            if not is_number_like(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 raise ArgumentError(
                     f"the parameter {path} of argument {number} cannot be differentiated: it is "
-                    f"{_kind(leaf)}, not a floating-point array. Keep it in an argument that argnums "
+                    f"{kind(leaf)}, not a floating-point array. Keep it in an argument that argnums "
                     "does not name."
                 )
             paths.append(path)
             leaves.append(_as_array(leaf))
         if not leaves:
-            raise ArgumentError(f"argument {self.argnums} has no parameters to differentiate.")
+            raise ArgumentError(f"argument {self.roles.argnums} has no parameters to differentiate.")
         return leaves, tree, paths
 
     def _flatten_batch(self) -> tuple[list[Any], Any]:
-        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.batch_argnums))
-        named = self._named_leaves(self.batch_argnums)
+        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.roles.batch_argnums))
         sizes = {}
-        for path, leaf in named:
-            if not _is_number_like(leaf) or jnp.ndim(leaf) == 0:
+        for path, _, leaf in named_leaves(self.args, self.roles.batch_argnums):
+            refuse_key_in_batch(path, leaf)
+            if not is_number_like(leaf) or jnp.ndim(leaf) == 0:
                 raise ArgumentError(
-                    f"the batch leaf {path} is {_kind(leaf)}: it has no example axis. Give it to the "
+                    f"the batch leaf {path} is {kind(leaf)}: it has no example axis. Give it to the "
                     "loss in an argument that batch_argnums does not name."
                 )
             sizes[path] = jnp.shape(leaf)[0]
         if not sizes:
-            raise ArgumentError(f"the batch (argument {self.batch_argnums}) has no arrays.")
+            raise ArgumentError(f"the batch (argument {self.roles.batch_argnums}) has no arrays.")
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
             raise ArgumentError(
@@ -155,21 +141,14 @@ class Call:
         return [_as_array(leaf) for leaf in leaves], tree
 
     def _flatten_keys(self) -> tuple[list[Any], Any]:
-        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.rng_argnums))
-        for path, leaf in self._named_leaves(self.rng_argnums):
-            if not _is_one_key(leaf):
+        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.roles.rng_argnums))
+        for path, _, leaf in named_leaves(self.args, self.roles.rng_argnums):
+            if not is_one_key(leaf):
                 raise ArgumentError(
                     f"{path}, named by rng_argnums, must be one PRNG key (jax.random.key or "
-                    f"jax.random.PRNGKey); it is {_kind(leaf)}."
+                    f"jax.random.PRNGKey); it is {kind(leaf)}."
                 )
         return leaves, tree
-
-    def _named_leaves(self, numbers: Iterable[int]) -> list[tuple[str, Any]]:
-        return [
-            (f"args[{n}]{jax.tree_util.keystr(path)}", leaf)
-            for n in numbers
-            for path, leaf in jax.tree_util.tree_leaves_with_path(self.args[n])
-        ]
 
     def checked(
         self, example_weights: Any, direction: Any
@@ -226,8 +205,8 @@ class Call:
                 f"the direction must be a tree like the parameters, {self.params_tree}; it is {tree}."
             )
         for path, leaf, param in zip(self.paths, leaves, self.params, strict=True):
-            if not _is_number_like(leaf) or jnp.shape(leaf) != jnp.shape(param):
-                what = _kind(_as_array(leaf) if _is_number_like(leaf) else leaf)
+            if not is_number_like(leaf) or jnp.shape(leaf) != jnp.shape(param):
+                what = kind(_as_array(leaf) if is_number_like(leaf) else leaf)
                 raise ArgumentError(
                     f"the direction's {path} must have the parameter's shape {jnp.shape(param)}; it is "
                     f"{what}."
@@ -290,9 +269,9 @@ class Call:
         """The user's arguments, with the leaves of three roles replaced by these."""
         args = list(self.args)
         for numbers, tree, leaves in (
-            (self.argnums, self.params_tree, params),
-            (self.batch_argnums, self.batch_tree, batch),
-            (self.rng_argnums, self.keys_tree, keys),
+            (self.roles.argnums, self.params_tree, params),
+            (self.roles.batch_argnums, self.batch_tree, batch),
+            (self.roles.rng_argnums, self.keys_tree, keys),
         ):
             for number, arg in zip(numbers, jax.tree.unflatten(tree, leaves), strict=True):
                 args[number] = arg
@@ -304,15 +283,15 @@ class Call:
             batch = [x[None] for x in batch]
         out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
         if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {_kind(out)}.")
+            raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {kind(out)}.")
         self._check_value(out[0] if self.request.has_aux else out)
         return out
 
     def _check_value(self, value: Any) -> None:
-        if not _is_number_like(value):
+        if not is_number_like(value):
             if isinstance(value, tuple) and len(value) == 2:
                 raise ArgumentError("the loss returned a pair. If its second is aux, say has_aux=True.")
-            raise ArgumentError(f"the loss must return a scalar, not {_kind(value)}.")
+            raise ArgumentError(f"the loss must return a scalar, not {kind(value)}.")
         if jnp.shape(value) != ():
             example = "a batch of one" if self.request.keep_batch_dim else "one example"
             raise ArgumentError(
@@ -320,7 +299,7 @@ class Call:
                 f"{jnp.shape(value)}. Take its mean."
             )
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            raise ArgumentError(f"the loss must be a real number; it is {_kind(value)}.")
+            raise ArgumentError(f"the loss must be a real number; it is {kind(value)}.")
 
     def _assemble(
         self,
@@ -379,11 +358,6 @@ class Call:
         return trees[0] if isinstance(self.request.argnums, int) else trees
 
 
-def _is_number_like(x: Any) -> bool:
-    """Arrays, their shapes, and Python numbers."""
-    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (int, float, complex))
-
-
 def _as_array(x: Any) -> Any:
     return x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
 
@@ -391,17 +365,3 @@ def _as_array(x: Any) -> Any:
 def _is_concrete(x: jax.Array) -> bool:
     """Whether the numbers can be looked at: not under `jit`, nor if other processes have some."""
     return not isinstance(x, Tracer) and x.is_fully_addressable
-
-
-def _is_one_key(x: Any) -> bool:
-    if not hasattr(x, "dtype"):
-        return False
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x.shape == ()
-    return x.dtype == jnp.uint32 and x.ndim == 1
-
-
-def _kind(x: Any) -> str:
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"an array of {x.dtype} with shape {x.shape}"
-    return f"{x!r}, a {type(x).__name__}"

@@ -11,6 +11,7 @@ whole batch. The diagnosis then tries three explanations, in this order:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def check(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
+    shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
@@ -56,10 +58,11 @@ def check(
       argnums: what to differentiate.
       rtol: how far the two may be apart, relative to the size of the examples' gradients. By default
         what rounding explains: about 1e-4 in float32.
-      batch_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name, strategy: as for
-        `value_and_stats`.
+      batch_argnums, shared_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name, strategy:
+        as for `value_and_stats`.
       rng_argnums: refused unless it is empty. The batch and its single examples would draw different
-        random numbers: check the loss without its randomness.
+        random numbers: check the loss without its randomness, and name keys that it then does not use
+        in `shared_argnums`.
 
     >>> pg.check(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
     >>> pg.check(lambda w, x: jnp.sum((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
@@ -74,6 +77,7 @@ def check(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,
         rng_argnums=rng_argnums,
+        shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
@@ -86,8 +90,8 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
     if request.rng_argnums != ():
         raise ArgumentError(
             "check cannot compare a loss that draws random numbers: the whole batch and single examples "
-            "draw different ones. Switch the randomness off (deterministic=True, dropout 0) and leave "
-            "rng_argnums out."
+            "draw different ones. Switch the randomness off (deterministic=True, dropout 0), and name "
+            "the keys, which are then not used, in shared_argnums in the place of rng_argnums."
         )
 
     @returning_nothing(request)
@@ -182,7 +186,7 @@ def _if_weighted(seen: _Seen) -> str | None:
     call = seen.call
     if seen.mean.size < 2 * call.size or seen.mean.size * call.size > LARGEST_DIAGNOSIS:
         return None
-    individual = Request(call.request.fun, Individual(), **_options(call.request))
+    individual = dataclasses.replace(call.request, stats=Individual())
     _, gradients = _spmd.run(individual, call.args, call.kwargs)
     rows = np.concatenate(
         [np.asarray(g, np.float64).reshape(call.size, -1) for g in jax.tree.leaves(gradients)], axis=1
@@ -200,11 +204,6 @@ def _if_weighted(seen: _Seen) -> str | None:
         "all tokens of sequences of different length. Take the mean within each example first and then "
         "over examples, or keep the loss and give the numbers of tokens as example_weights."
     )
-
-
-def _options(request: Request) -> dict[str, Any]:
-    names = ("argnums", "batch_argnums", "has_aux", "keep_batch_dim", "spmd_axis_name")
-    return {name: getattr(request, name) for name in names}
 
 
 def _if_mixed(seen: _Seen) -> str:

@@ -37,6 +37,7 @@ class Request:
     has_aux: bool = False
     keep_batch_dim: bool = True
     rng_argnums: ArgNums = ()
+    shared_argnums: ArgNums = ()
     microbatch_size: MicrobatchSize = None
     spmd_axis_name: str | Sequence[str] | None = None
     strategy: StrategyName = "auto"
@@ -44,7 +45,7 @@ class Request:
     def __post_init__(self) -> None:
         if not callable(self.fun):
             raise ArgumentError(f"fun must be a function, not {self.fun!r}.")
-        for name in ("argnums", "batch_argnums", "rng_argnums"):
+        for name in ("argnums", "batch_argnums", "rng_argnums", "shared_argnums"):
             if not all(_is_int(n) for n in as_tuple(getattr(self, name))):
                 raise ArgumentError(
                     f"{name} must be an int or a tuple of ints, not {getattr(self, name)!r}."

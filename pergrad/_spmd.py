@@ -120,7 +120,7 @@ class _Spread:
     def _specs_of_leaves(self) -> list[P]:
         """For each leaf of the arguments, whether it is divided among the devices."""
         args = [
-            jax.tree.map(lambda _, n=n: P(self.axes) if n in self.call.batch_argnums else P(), arg)
+            jax.tree.map(lambda _, n=n: P(self.axes) if n in self.call.roles.batch_argnums else P(), arg)
             for n, arg in enumerate(self.call.args)
         ]
         kwargs = jax.tree.map(lambda _: P(), self.call.kwargs)

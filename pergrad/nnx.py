@@ -18,6 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
 from pergrad import _check, _spmd
+from pergrad._arguments import places
 from pergrad._compat import drop_dead_code
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._plan import Plan
@@ -35,6 +36,7 @@ def value_and_stats(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
+    shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
@@ -50,8 +52,8 @@ def value_and_stats(
       stats: as for `pergrad.value_and_stats`.
       argnums: the module or modules to differentiate.
       wrt: a filter of the variables to differentiate, as in `nnx.Optimizer`.
-      batch_argnums, has_aux, keep_batch_dim, rng_argnums, microbatch_size, spmd_axis_name, strategy: as
-        for `pergrad.value_and_stats`.
+      batch_argnums, has_aux, keep_batch_dim, rng_argnums, shared_argnums, microbatch_size,
+        spmd_axis_name, strategy: as for `pergrad.value_and_stats`.
 
     The function raises `NotPerExampleError` if the loss writes to a module what it computed from the
     examples, as batch norm does in training mode.
@@ -71,6 +73,7 @@ def value_and_stats(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,
         rng_argnums=rng_argnums,
+        shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
@@ -99,6 +102,7 @@ def explain(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
+    shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
@@ -112,6 +116,7 @@ def explain(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,
         rng_argnums=rng_argnums,
+        shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
@@ -136,6 +141,7 @@ def check(
     has_aux: bool = False,
     keep_batch_dim: bool = True,
     rng_argnums: ArgNums = (),
+    shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
@@ -149,6 +155,7 @@ def check(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,
         rng_argnums=rng_argnums,
+        shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
@@ -189,9 +196,9 @@ class _Call:
     def __init__(self, request: Request, args: Any, kwargs: Any, wrt: Any) -> None:
         self.fun, self.kwargs = request.fun, kwargs
         self.request = dataclasses.replace(request, fun=self.loss)
-        own = _places("argnums", request.argnums, args)
-        self.batch = _places("batch_argnums", request.batch_argnums, args)
-        self.rng = _places("rng_argnums", request.rng_argnums, args)
+        own = places("argnums", request.argnums, args, kwargs)
+        self.batch = places("batch_argnums", request.batch_argnums, args, kwargs)
+        self.rng = places("rng_argnums", request.rng_argnums, args, kwargs)
         self.modules = {str(n): x for n, x in enumerate(args) if isinstance(x, nnx.Pytree)}
         is_wrt, names = nnx.filterlib.to_predicate(wrt), {str(n) for n in own}
         self.graphdef, params, self.rest = nnx.split(
@@ -274,10 +281,3 @@ def _own_key(key: jax.Array, count: jax.Array, number: jax.Array) -> jax.Array:
 
 def _state(modules: Any) -> Any:
     return nnx.state(modules, nnx.Not(nnx.RngKey))
-
-
-def _places(name: str, numbers: Any, args: Any) -> tuple[int, ...]:
-    numbers, n = numbers if isinstance(numbers, (tuple, list)) else (numbers,), len(args)
-    if not all(-n <= number < n for number in numbers):
-        raise ArgumentError(f"{name}={numbers} does not fit the {n} positional arguments of this call.")
-    return tuple(number % n for number in numbers)

@@ -134,7 +134,7 @@ def test_empty_batch():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"argnums": 2}, ["argnums=2", "2 positional arguments", "keyword"]),
+        ({"argnums": 2}, ["argnums=2", "2 positional arguments"]),
         ({"argnums": (0, -3)}, ["argnums=(0, -3)"]),
         ({"batch_argnums": 5}, ["batch_argnums=5"]),
         ({"rng_argnums": 2}, ["rng_argnums=2"]),
@@ -147,6 +147,10 @@ def test_empty_batch():
         ({"argnums": 0.0}, ["argnums", "int"]),
         ({"argnums": True}, ["argnums", "int"]),
         ({"batch_argnums": None}, ["batch_argnums", "int"]),
+        ({"shared_argnums": 5}, ["shared_argnums=5"]),
+        ({"shared_argnums": 1}, ["argument 1", "batch_argnums", "shared_argnums", "one role"]),
+        ({"shared_argnums": (-2,)}, ["argument 0", "argnums", "shared_argnums", "one role"]),
+        ({"shared_argnums": "y"}, ["shared_argnums", "int", "'y'"]),
         ({"argnums": ()}, ["argnums is empty"]),
         ({"batch_argnums": ()}, ["batch_argnums is empty"]),
     ],
@@ -167,6 +171,147 @@ def test_batch_given_by_keyword():
 def test_not_a_key(key):
     with refused(pg.ArgumentError, "args[2]['dropout']", "rng_argnums", "one PRNG key"):
         call(lambda w, x, k: loss(w, x), (W, X, {"dropout": key}), rng_argnums=2)
+
+
+# Arguments that no role names.
+
+
+def with_labels(w, x, y):
+    return jnp.mean(jnp.square(x @ w - y))
+
+
+LABELS = jnp.array([1.0, 2.0, 3.0])
+FUNCTIONS = {
+    "value_and_stats": lambda fun, **options: pg.value_and_stats(fun, pg.Mean(), **options),
+    "grad_stats": lambda fun, **options: pg.grad_stats(fun, pg.Mean(), **options),
+    "explain": lambda fun, **options: pg.explain(fun, pg.Mean(), **options),
+    "check": pg.check,
+}
+
+
+@pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_argument_as_long_as_the_batch(make):
+    words = ["args[2]", "(3,)", "batch_argnums=(1, 2)", "shared_argnums=2"]
+    with refused(pg.ArgumentError, *words):
+        make(with_labels)(W, X, LABELS)
+    make(with_labels, batch_argnums=(1, 2))(W, X, LABELS)
+    make(lambda w, x, y: loss(w, x) + y[0] * w[0], shared_argnums=2)(W, X, LABELS)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.ones((3, 4)),
+        jnp.ones((3, 4), int),
+        jax.ShapeDtypeStruct((3, 4), jnp.bool_),
+        jax.random.split(KEY, 3),
+        jax.random.split(jax.random.PRNGKey(0), 3),
+    ],
+    ids=["numpy", "int", "shape", "keys", "raw keys"],
+)
+def test_leaf_as_long_as_the_batch(leaf):
+    def fun(rate, w, other, x):
+        return loss(w, x)
+
+    args = 0.5, W, {"rate": 1.0, "deep": [np.ones(4), leaf]}, X
+    options = {"argnums": 1, "batch_argnums": -1}
+    words = ["args[2]['deep'][1]", str(leaf.shape), "batch_argnums=(2, 3)", "shared_argnums=2"]
+    with refused(pg.ArgumentError, *words):
+        call(fun, args, **options)
+    with refused(pg.ArgumentError, *words):
+        pg.explain(fun, pg.Mean(), **options)(*args)
+    call(fun, args, shared_argnums=-2, **options)
+
+
+def test_several_arguments_as_long_as_the_batch():
+    def fun(w, x, y, rate, z, shared):
+        return with_labels(w, x, y) * z[0] * rate
+
+    args = W, X, LABELS, 0.5, {"z": LABELS}, LABELS
+    with refused(
+        pg.ArgumentError,
+        "args[2]",
+        "args[4]['z']",
+        "batch_argnums=(1, 2, 4)",
+        "shared_argnums=(2, 4, 5)",
+    ):
+        call(fun, args, shared_argnums=5)
+
+
+def test_keyword_argument_as_long_as_the_batch():
+    def fun(w, x, *, more):
+        return loss(w, x)
+
+    words = [
+        "more['mask']",
+        "(3, 5)",
+        "by position",
+        "batch_argnums",
+        "functools.partial(fun, more=more)",
+    ]
+    with refused(pg.ArgumentError, *words):
+        pg.grad_stats(fun, pg.Mean())(W, X, more={"mask": np.ones((3, 5))})
+    pg.grad_stats(fun, pg.Mean())(W, X, more={"mask": np.ones((4, 3))})
+
+
+def test_batch_of_one_has_no_other_arguments_to_confuse():
+    call(lambda w, x, y: loss(w, x) * y[0], (W, X[:1], LABELS[:1]))
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)], ids=["typed", "raw"])
+@pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_key_that_is_not_named(make, key):
+    def fun(w, x, k):
+        return loss(w, x)
+
+    words = ["args[2]", "PRNG key", "same numbers", "rng_argnums=2", "shared_argnums=2"]
+    with refused(pg.ArgumentError, *words):
+        make(fun)(W, X, key)
+    with refused(pg.ArgumentError, "args[2]['dropout']", *words[1:]):
+        make(fun)(W, X, {"dropout": key})
+    with refused(pg.ArgumentError, "args[2]['dropout']", "argument of its own", "shared_argnums=2"):
+        make(fun)(W, X, {"dropout": key, "rate": 0.5})
+    make(fun, shared_argnums=2)(W, X, key)
+
+
+def test_keys_that_are_not_named():
+    keys = {"layers": jax.random.split(KEY, 4)}
+    with refused(pg.ArgumentError, "args[2]['layers']", "one key", "split", "shared_argnums=2"):
+        call(lambda w, x, k: loss(w, x), (W, X, keys))
+    with refused(pg.ArgumentError, "args[3]", "rng_argnums=(2, 3)", "shared_argnums=3"):
+        call(lambda w, x, k, m: loss(w, x), (W, X, KEY, KEY), rng_argnums=2)
+
+
+def test_raw_key_beside_two_examples():
+    # Two numbers of uint32 are rather a key than the labels of two examples.
+    with refused(pg.ArgumentError, "args[2]", "raw PRNG key", "rng_argnums=2"):
+        call(lambda w, x, k: loss(w, x), (W, X[:2], jax.random.PRNGKey(0)))
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)], ids=["typed", "raw"])
+def test_key_given_by_keyword(key):
+    def fun(w, x, *, rngs):
+        return loss(w, x)
+
+    words = ["rngs['dropout']", "PRNG key", "by position", "rng_argnums=2"]
+    with refused(pg.ArgumentError, *words, "functools.partial(fun, rngs=rngs)"):
+        pg.grad_stats(fun, pg.Mean())(W, X, rngs={"dropout": key})
+
+
+def test_key_in_the_batch():
+    with refused(pg.ArgumentError, "args[1]['key']", "two arguments", "rng_argnums=2"):
+        call(lambda w, b: loss(w, b["x"]), (W, {"x": X, "key": KEY}))
+    # With one for every example all is well.
+    keys = jax.random.split(KEY, 3)
+    _, grads = call(lambda w, b: loss(w, b["x"]), (W, {"x": X, "key": keys}))
+    np.testing.assert_array_equal(grads, call()[1])
+
+
+def test_batch_of_the_enclosing_scope():
+    words = ["batch_argnums=1", "1 positional argument", "make the batch an argument"]
+    for make in FUNCTIONS.values():
+        with refused(pg.ArgumentError, *words, "def loss_fn(params, batch)", "stats_fn(params, batch)"):
+            make(lambda w: loss(w, X))(W)
 
 
 # Options.

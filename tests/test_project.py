@@ -75,6 +75,7 @@ ORDER = [
     "pergrad._run",
     "pergrad._request",
     "pergrad._wrap",
+    "pergrad._arguments",
     "pergrad._call",
     "pergrad._spmd",
     "pergrad._check",
