@@ -83,7 +83,7 @@ def check_others(
             _refuse_key(path, n, leaf, roles, args[n])
     long = [(path, n, leaf) for path, n, leaf in leaves if _is_as_long(leaf, size)]
     if long:
-        _refuse_long(long, roles, size)
+        _refuse_long(long, roles, args, size)
     for name, value in kwargs.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             path = name + jax.tree_util.keystr(path)
@@ -104,17 +104,21 @@ def check_others(
                 )
 
 
-def _refuse_long(long: Sequence[tuple[str, int, Any]], roles: Roles, size: int) -> NoReturn:
+def _refuse_long(
+    long: Sequence[tuple[str, int, Any]], roles: Roles, args: Sequence[Any], size: int
+) -> NoReturn:
     numbers = {n for _, n, _ in long}
     shown = ", ".join(f"{path} ({kind(leaf)})" for path, _, leaf in long[:3])
     shown += f" and {len(long) - 3} more leaves" if len(long) > 3 else ""
-    one = len(long) == 1
+    if all(_is_as_long(leaf, size) for _, _, leaf in named_leaves(args, numbers)):
+        belongs = f"write batch_argnums={_shown(numbers | set(roles.batch_argnums))}"
+    else:
+        belongs = "give it to the loss in the batch, or in an argument that batch_argnums names"
     raise ArgumentError(
-        f"{shown} {'is' if one else 'are'} as long as the batch of {size} examples, but batch_argnums "
-        f"does not name {'it' if one else 'them'}. Every example would meet all of it. If it belongs to "
-        f"the examples, write batch_argnums={_shown(numbers | set(roles.batch_argnums))}. If it is the "
-        "same for all examples, and its length is that of the batch by chance, write "
-        f"shared_argnums={_shown(numbers | set(roles.shared_argnums))}."
+        f"arguments without a role have leaves that are as long as the batch of {size} examples: "
+        f"{shown}. The loss of every single example would be given all of this. If it belongs to the "
+        f"examples, {belongs}. If it is the same for all examples, and as long as the batch by chance, "
+        f"write shared_argnums={_shown(numbers | set(roles.shared_argnums))}."
     )
 
 

@@ -58,8 +58,8 @@ def model(make):
     return make
 
 
-def nnx_loss(model):
-    """The loss of a module and its parameters, split by hand."""
+def nnx_loss(model, batch):
+    """The loss of a module, split by hand. The keys in its state are not used, or nothing is random."""
     from flax import nnx
 
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -68,7 +68,7 @@ def nnx_loss(model):
         x, y = batch
         return squared_error(nnx.merge(graphdef, params, rest, copy=True)(x), y)
 
-    return loss, params, rest
+    return loss, (params, batch, rest), {"shared_argnums": 2}
 
 
 def nnx_block():
@@ -116,23 +116,20 @@ def nnx_layers(rate=0.0, remat=False):
 @model
 def nnx_attention():
     nnx = pytest.importorskip("flax.nnx")
-    loss, params, rest = nnx_loss(nnx_block()(nnx.Rngs(0)))
-    return loss, (params, sequences(), rest), {}
+    return nnx_loss(nnx_block()(nnx.Rngs(0)), sequences())
 
 
 @model
 def nnx_scan_of_remat():
     nnx = pytest.importorskip("flax.nnx")
-    loss, params, rest = nnx_loss(nnx_layers(remat=True)(nnx.Rngs(0)))
-    return loss, (params, sequences(), rest), {}
+    return nnx_loss(nnx_layers(remat=True)(nnx.Rngs(0)), sequences())
 
 
 @model
 def nnx_recurrent():
     nnx = pytest.importorskip("flax.nnx")
     cell = nnx.LSTMCell(D, D, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    loss, params, rest = nnx_loss(nnx.RNN(cell))
-    return loss, (params, sequences(), rest), {}
+    return nnx_loss(nnx.RNN(cell), sequences())
 
 
 @model
@@ -148,8 +145,7 @@ def nnx_convolution_with_running_statistics():
         lambda x: x.reshape(x.shape[0], -1),
         nnx.Linear(36, 3, rngs=rngs),
     )
-    loss, params, rest = nnx_loss(net)
-    return loss, (params, images(), rest), {}
+    return nnx_loss(net, images())
 
 
 def linen_loss(net, batch):
@@ -162,7 +158,9 @@ def linen_loss(net, batch):
         x, y = batch
         return squared_error(net.apply({"params": params, **state}, x, rngs={"dropout": key}), y)
 
-    return loss, (params, batch, state, jax.random.key(7)), {"rng_argnums": 3}
+    # Running statistics are as long as the batch by chance.
+    options = {"rng_argnums": 3, "shared_argnums": 2}
+    return loss, (params, batch, state, jax.random.key(7)), options
 
 
 def linen_block():
@@ -348,7 +346,8 @@ def haiku_convolution_with_running_statistics():
 def test_model_meets_the_oracle(make):
     loss, args, options = make()
     args = in_float64(args)
-    truth = Truth(*oracle.per_example(loss, args, **options))
+    roles = {name: value for name, value in options.items() if name != "shared_argnums"}
+    truth = Truth(*oracle.per_example(loss, args, **roles))
     out = jax.jit(pg.value_and_stats(loss, STATS, **options))(*args)
     assert_agrees(out, truth, None, ERROR["float64"])
     assert jax.tree.structure(out[1]["mean"]) == jax.tree.structure(args[0])
@@ -615,9 +614,9 @@ def rejected():
 
 
 def test_check_finds_batch_norm_of_nnx_split_by_hand(nnx):
-    loss, params, rest = nnx_loss(batch_norm(nnx))
+    loss, args, options = nnx_loss(batch_norm(nnx), sequences())
     with rejected():
-        pg.check(loss)(params, sequences(), rest)
+        pg.check(loss, **options)(*args)
 
 
 def test_check_finds_batch_norm_of_linen():
