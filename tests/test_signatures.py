@@ -22,6 +22,7 @@ OPTIONS = {
     "has_aux": False,
     "keep_batch_dim": True,
     "rng_argnums": (),
+    "shared_argnums": (),
     "microbatch_size": None,
     "spmd_axis_name": None,
     "strategy": "auto",
