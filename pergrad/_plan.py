@@ -1,4 +1,4 @@
-"""Step 3, second half: the plan, with what it costs and why, as a table.
+"""Step 3, second half: the plan, with what it costs and why.
 
 `_choose` picks the strategies. Here the microbatch size is chosen, and for those who ask to see the plan
 everything is added up.
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from pergrad import _cost, _price
+from pergrad import _cost, _price, _table
 from pergrad._choose import FORMING, Choice, Forced, Phase, TailPlan, choose, number_of
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut import Cut, Part
@@ -18,24 +18,11 @@ from pergrad._loop import Loop
 from pergrad._price import Backend, Prices
 from pergrad._start import start_from_weight
 from pergrad._statistics import Accumulator, LeafStatistic, per_of
+from pergrad._table import Row, ratio, short
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, SquaredNorm
 
 ABOUT_AS_GOOD = 1.25  # one price divided by another
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One parameter's line in the table. Operations and bytes are for the examples of a device."""
-
-    path: str
-    shape: tuple[int, ...]
-    kind: str
-    strategy: str
-    operations: float
-    plain_operations: float
-    bytes: float
-    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +42,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Schedule):
-    """What would run, one row a parameter. Print it to read it as a table.
+    """What would run, one row a parameter. Print it to read it as a table; notebooks show one, too.
 
     `operations` are floating-point operations, `bytes` is temporary memory, both estimated for the
     whole batch; `plain_operations` and `plain_bytes` are those of `jax.grad`. Microbatches are made of
@@ -72,7 +59,23 @@ class Plan(Schedule):
     devices: int
 
     def __str__(self) -> str:
-        return _as_table(self)
+        return _table.as_text(self.rows, self._totals())
+
+    def _repr_html_(self) -> str:
+        return _table.as_html(self.rows, self._totals())
+
+    def _totals(self) -> list[str]:
+        """What stands below the table."""
+        is_whole = self.microbatch_size == self.batch_size
+        at_a_time = "all at once" if is_whole else f"{self.microbatch_size} at a time"
+        each = f" on each of {self.devices} devices" if self.devices > 1 else ""
+        operations = ratio(self.operations, self.plain_operations)
+        return [
+            f"{self.batch_size} examples{each}, {at_a_time}, planned for {self.backend}",
+            f"operations: {short(self.operations)}, {operations} x jax.grad",
+            f"temporary memory: {short(self.bytes)}B, {ratio(self.bytes, self.plain_bytes)} x jax.grad "
+            "(both estimated)",
+        ]
 
 
 def make_schedule(
@@ -267,50 +270,3 @@ def _rows(
         )
         for param in tail.params
     ]
-
-
-def _as_table(plan: Plan) -> str:
-    head = ["parameter", "shape", "term", "strategy", "operations", "x plain", "memory", "reason"]
-    body = [
-        [
-            row.path,
-            "x".join(map(str, row.shape)) or "scalar",
-            row.kind,
-            row.strategy,
-            _short(row.operations),
-            _ratio(row.operations, row.plain_operations),
-            _short(row.bytes) + "B",
-            row.reason,
-        ]
-        for row in plan.rows
-    ]
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [head, ["-" * width for width in widths], *body]
-    ]
-    at_a_time = (
-        "all at once" if plan.microbatch_size == plan.batch_size else f"{plan.microbatch_size} at a time"
-    )
-    each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
-    lines += [
-        "",
-        f"{plan.batch_size} examples{each}, {at_a_time}, planned for {plan.backend}",
-        f"operations: {_short(plan.operations)}, "
-        f"{_ratio(plan.operations, plan.plain_operations)} x jax.grad",
-        f"temporary memory: {_short(plan.bytes)}B, {_ratio(plan.bytes, plan.plain_bytes)} x jax.grad "
-        "(both estimated)",
-    ]
-    return "\n".join(lines)
-
-
-def _short(number: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}P"
-
-
-def _ratio(number: float, plain: float) -> str:
-    return f"{number / plain:.2f}" if plain else "-"

@@ -83,20 +83,6 @@ def whitened(w, x):
 # The table.
 
 
-def test_table_has_one_row_a_parameter():
-    plan = pg.explain(tagger, MOMENTS)(*tagger_args(16))
-    lines = str(plan).splitlines()
-    columns = ["parameter", "shape", "term", "strategy", "operations", "x plain", "memory", "reason"]
-    assert [head.strip() for head in lines[0].split("  ") if head] == columns
-    assert [row.path for row in plan.rows] == ["['b']", "['table']", "['unused']", "['w']"]
-    assert [row.shape for row in plan.rows] == [(128,), (4096, 128), (3, 2), (128, 128)]
-    for row, line in zip(plan.rows, lines[2:], strict=False):
-        assert line.startswith(f"{row.path}  ")
-        for cell in ("x".join(map(str, row.shape)), row.kind, row.strategy, row.reason):
-            assert f"  {cell}" in line
-    assert lines[2 + len(plan.rows)] == ""
-
-
 def test_table_ends_in_totals():
     plan = pg.explain(tagger, MOMENTS)(*tagger_args(16))
     examples, operations, memory = str(plan).splitlines()[-3:]
@@ -111,7 +97,7 @@ def test_table_of_one_scalar():
     plan = pg.explain(lambda w, x: jnp.mean(w * x), pg.Mean())(floats(), floats(4))
     (row,) = plan.rows
     assert (row.path, row.shape) == ("args[0]", ())
-    assert "args[0]    scalar" in str(plan)
+    assert "args[0]    scalar  " in str(plan)
 
 
 def test_shapes_are_as_good_as_arrays():

@@ -70,6 +70,7 @@ ORDER = [
     "pergrad._price",
     "pergrad._choose",
     "pergrad._start",
+    "pergrad._table",
     "pergrad._plan",
     "pergrad._factors",
     "pergrad._run",
