@@ -174,7 +174,7 @@ class Call:
     def plan(self) -> Plan:
         """What `run` would do."""
         cut, schedule = self._schedule()
-        return describe(schedule, cut, self.paths, self.devices.number)
+        return describe(schedule, cut, self.devices.number)
 
     def _schedule(self) -> tuple[Cut, Schedule]:
         """Steps 1 to 3."""
@@ -185,7 +185,9 @@ class Call:
         split = any(per_of(s) == "token" or isinstance(s, Saved) for own in self.wanted for s in own)
         wanted = Wanted(tuple(in_parts), split)
         cut = make_cut(hoist(program, wanted), wanted)
-        return cut, make_schedule(cut, self.wanted, self.size, request.microbatch_size, request.forced)
+        return cut, make_schedule(
+            cut, self.paths, self.wanted, self.size, request.microbatch_size, request.forced
+        )
 
     def _check_direction(self, direction: Any) -> list[jax.Array]:
         """The direction as one array for each parameter."""

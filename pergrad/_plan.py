@@ -29,6 +29,7 @@ ABOUT_AS_GOOD = 1.25  # one price divided by another
 class Schedule:
     """What runs: how many examples at once, in whole groups of `group_size`, and how each tail does.
 
+    `paths` are the names of the parameters.
     `weighed` are the variables that carry the weight of an example, where all have the same: then the
     backward pass starts from it.
     """
@@ -36,6 +37,7 @@ class Schedule:
     batch_size: int
     microbatch_size: int
     group_size: int
+    paths: tuple[str, ...] = dataclasses.field(repr=False)
     tails: tuple[TailPlan, ...] = dataclasses.field(repr=False)
     weighed: frozenset[Var] = dataclasses.field(repr=False)
 
@@ -80,6 +82,7 @@ class Plan(Schedule):
 
 def make_schedule(
     cut: Cut,
+    paths: Sequence[str],
     wanted: Sequence[Sequence[LeafStatistic]],
     batch_size: int,
     microbatch_size: int | str | None,
@@ -94,7 +97,8 @@ def make_schedule(
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
     tails = [choose(tail, wanted, at_once, device, forced) for tail in cut.all_tails()]
-    return Schedule(batch_size, at_once, group_size, *start_from_weight(cut.program, tails))
+    started = start_from_weight(cut.program, tails)
+    return Schedule(batch_size, at_once, group_size, tuple(paths), *started)
 
 
 def _choose_microbatch_size(
@@ -204,9 +208,9 @@ def _backbone_operations(part: Part, size: int) -> tuple[float, float]:
     return varying, fixed
 
 
-def describe(schedule: Schedule, cut: Cut, paths: Sequence[str], devices: int) -> Plan:
-    """The schedule with what it costs; `paths` are the names of the parameters."""
-    device = _price.backend()
+def describe(schedule: Schedule, cut: Cut, devices: int) -> Plan:
+    """The schedule with what it costs."""
+    device, paths = _price.backend(), schedule.paths
     batch_size, at_once, tails = schedule.batch_size, schedule.microbatch_size, schedule.tails
     steps = math.ceil(batch_size / at_once)
     varying, fixed = _backbone_operations(cut, batch_size)
@@ -216,6 +220,7 @@ def describe(schedule: Schedule, cut: Cut, paths: Sequence[str], devices: int) -
         batch_size=batch_size,
         microbatch_size=at_once,
         group_size=schedule.group_size,
+        paths=paths,
         tails=tails,
         weighed=schedule.weighed,
         rows=tuple(rows[path] for path in paths),

@@ -42,6 +42,7 @@ from pergrad._flow import evaluate_still, needed_equations
 from pergrad._plan import Schedule
 from pergrad._start import seen_by
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State, Weights
+from pergrad._table import keys_of
 from pergrad._tail import Tail
 from pergrad._whole import ClippedMean, Projection, SquaredNorm, added_up
 from pergrad.strategies import Examples, Job
@@ -50,6 +51,9 @@ Jobs = list[tuple[int, LeafStatistic]]
 Results = list[list[Any]]  # for each tail, one for each of its jobs
 Numbered = dict[int, list[Any]]  # the same, by the number of the tail
 Reducers = dict[int, tuple[int, Callable[..., list[Any]]]]  # by identity of the tail: number, reducer
+
+SCOPE = "pergrad"  # the named scope of all that runs; `backbone` and tails are named within
+NAMED = 3  # parameters in the name of a tail that they share
 
 
 class Outcome(NamedTuple):
@@ -65,6 +69,7 @@ class Outcome(NamedTuple):
     factors: dict[int, list[jax.Array]]
 
 
+@jax.named_scope(SCOPE)
 def run(
     cut: Cut,
     schedule: Schedule,
@@ -123,6 +128,7 @@ def part_of_all(schedule: Schedule, outcome: Outcome, devices: Devices) -> Outco
     return outcome._replace(results=results)
 
 
+@jax.named_scope(SCOPE)
 def run_last(
     cut: Cut, schedule: Schedule, params: Sequence[Any], outcome: Outcome, devices: Devices
 ) -> tuple[Results, dict[int, FactorPair | None]]:
@@ -145,7 +151,7 @@ def run_last(
         factors, constants = outcome.factors.get(n, []), [env[v] for v in t.tail.constants if v in env]
         examples = Examples(schedule.batch_size, 1 / schedule.batch_size, factors, constants)
         everybody = _of_all(examples, devices) if jobs else examples
-        results.append(_reduce(t.tail, t.of(Phase.LAST), jobs, [None] * len(jobs), everybody))
+        results.append(_reduce(schedule, t.tail, t.of(Phase.LAST), jobs, [None] * len(jobs), everybody))
         if t.hands_out_factors:
             pair = factor_pair(t.tail, late, examples)
             pairs |= dict.fromkeys(t.tail.params, pair)
@@ -173,7 +179,7 @@ def _run_at_once(
     in_loops = range(len(cut.tails), len(schedule.tails))
     reducer = _reducer_of_one if size == 1 else _reducer
     reducers: Reducers = {
-        id(t.tail): (n, reducer(t, None if isinstance(w, jax.Array) else w))
+        id(t.tail): (n, reducer(schedule, t, None if isinstance(w, jax.Array) else w))
         for n, t in enumerate(schedule.tails)
         if n in in_loops
     }
@@ -189,11 +195,12 @@ def _run_at_once(
         return own, (_only(schedule, Accumulator, results), constants)
 
     own_weights = w if isinstance(w, jax.Array) else jnp.full(size, w)
-    if size == 1:
-        own, shared = one([x[0] for x in examples], own_weights[0])
-        own = jax.tree.map(lambda x: jnp.expand_dims(x, 0), own)
-    else:
-        own, shared = jax.vmap(one, out_axes=(0, None))(examples, own_weights)
+    with jax.named_scope("backbone"):
+        if size == 1:
+            own, shared = one([x[0] for x in examples], own_weights[0])
+            own = jax.tree.map(lambda x: jnp.expand_dims(x, 0), own)
+        else:
+            own, shared = jax.vmap(one, out_axes=(0, None))(examples, own_weights)
     (losses, aux, readings, factors), (states, constants) = own, shared
 
     results = _either(states, readings)
@@ -204,7 +211,7 @@ def _run_at_once(
         results[n] = given[n][: len(jobs)]
         for choice in t.of(Phase.FIRST):
             seen = own if start == 1 else seen_by(choice, t.tail, own, schedule.weighed)
-            results[n] = _reduce(t.tail, [choice], jobs, results[n], seen)
+            results[n] = _reduce(schedule, t.tail, [choice], jobs, results[n], seen)
     for n, clipped in _clipped(schedule, inputs, own_weights, results, given).items():
         results[n] += clipped
     kept = {n: own.factors for n, own in enumerate(inputs) if schedule.tails[n].keeps_factors}
@@ -281,13 +288,13 @@ def _clipped(
                 params = squares if statistic.by == "all" else [t.tail.params[k] for k in together]
                 jobs: Jobs = [(k, statistic) for k in together]
                 own = dataclasses.replace(inputs[n], weights=weights(statistic, tuple(params)))
-                ends = _reduce(t.tail, [choice], jobs, [starts[job] for job in jobs], own)
+                ends = _reduce(schedule, t.tail, [choice], jobs, [starts[job] for job in jobs], own)
                 made |= dict(zip(jobs, ends, strict=True))
         clipped[n] = [made[job] for job in t.jobs(Phase.CLIPPED)]
     return clipped
 
 
-def _reducer(t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
+def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
     """A tail in a loop as a call that, for a batch, reduces over its examples.
 
     `shared` is the weight of all of them, or None if each has its own.
@@ -318,7 +325,7 @@ def _reducer(t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
             for x, has_axis in zip(factors, batched[1], strict=True)
         ]
         examples = Examples(size, w if shared is None else shared, factors, constants)
-        results = _reduce(t.tail, t.of(Phase.FIRST), jobs, given, examples)
+        results = _reduce(schedule, t.tail, t.of(Phase.FIRST), jobs, given, examples)
         has_axis = [
             jax.tree.map(lambda _, s=statistic: isinstance(s, Reading), result)
             for (_, statistic), result in zip(jobs, results, strict=True)
@@ -328,14 +335,14 @@ def _reducer(t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
     return reduce
 
 
-def _reducer_of_one(t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
+def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Callable[..., list[Any]]:
     """A tail in a loop as a call that reduces a batch of one, given without an example axis."""
     jobs = t.jobs(Phase.FIRST)
 
     def reduce(w: Any, factors: list[Any], constants: list[Any], given: list[Any]) -> list[Any]:
         in_front = [jnp.expand_dims(x, 0) for x in factors]
         examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
-        results = _reduce(t.tail, t.of(Phase.FIRST), jobs, given, examples)
+        results = _reduce(schedule, t.tail, t.of(Phase.FIRST), jobs, given, examples)
         return [
             x[0] if isinstance(statistic, Reading) else x
             for (_, statistic), x in zip(jobs, results, strict=True)
@@ -350,7 +357,12 @@ def _zeros_like_reading(reading: Reading, like: Any, given: Any) -> jax.Array:
 
 
 def _reduce(
-    tail: Tail, choices: Sequence[Choice], jobs: Jobs, given: Sequence[Any], examples: Examples
+    schedule: Schedule,
+    tail: Tail,
+    choices: Sequence[Choice],
+    jobs: Jobs,
+    given: Sequence[Any],
+    examples: Examples,
 ) -> list[Any]:
     """The results of the jobs; a statistic takes in one kind of units after the other."""
     results = dict(zip(jobs, given, strict=True))
@@ -363,9 +375,18 @@ def _reduce(
             if param in units.params and (k, statistic) in results
         ]
         fed = [Job(units.params.index(tail.params[k]), s, results[k, s]) for k, s in own]
-        made = choice.strategy.reduce(units, fed, choice.units.of(examples))
+        with jax.named_scope(_name_of(tail, schedule.paths)), jax.named_scope(str(choice.strategy)):
+            made = choice.strategy.reduce(units, fed, choice.units.of(examples))
         results |= dict(zip(own, made, strict=True))
     return [results[job] for job in jobs]
+
+
+def _name_of(tail: Tail, paths: Sequence[str]) -> str:
+    """`tail[params/Dense_0/kernel]`: what profiles call a tail, after its parameters."""
+    keys = [keys_of(paths[param]) for param in tail.params[:NAMED]]
+    names = ["/".join(key.strip(".[]'\"") for key in own) for own in keys]
+    others = len(tail.params) - len(names)
+    return f"tail[{', '.join(names)}{f' and {others} more' if others else ''}]"
 
 
 def _given(

@@ -57,7 +57,7 @@ def as_text(rows: Sequence[Row], totals: Sequence[str]) -> str:
     """Of all layouts that fit, the one with the fewest lines; if none does, the narrowest."""
     reasons = list(dict.fromkeys(row.reason for row in rows))
     numbers = [str(1 + reasons.index(row.reason)) for row in rows]
-    most = max(len(_keys(row.path)) for row in rows)
+    most = max(len(keys_of(row.path)) for row in rows)
     layouts = [
         _layout(rows, numbers, keys, wrapped)
         for wrapped in (False, True)
@@ -71,9 +71,12 @@ def as_text(rows: Sequence[Row], totals: Sequence[str]) -> str:
 def as_html(rows: Sequence[Row], totals: Sequence[str]) -> str:
     """A table with whole paths and reasons: a page is wide enough, or is scrolled."""
 
+    style = "text-align: left; vertical-align: top"
+
     def line(tag: str, cells: Iterable[str]) -> str:
-        style = ' style="text-align: left"'
-        return "<tr>" + "".join(f"<{tag}{style}>{html.escape(x)}</{tag}>" for x in cells) + "</tr>"
+        *short_ones, why = (html.escape(cell) for cell in cells)
+        made = [f'<{tag} style="{style}; white-space: nowrap">{cell}</{tag}>' for cell in short_ones]
+        return f'<tr>{"".join(made)}<{tag} style="{style}">{why}</{tag}></tr>'
 
     head = line("th", (*HEAD, "why"))
     body = "\n".join(line("td", [*row.cells(), row.reason]) for row in rows)
@@ -122,7 +125,7 @@ def _words(text: str, separator: str) -> list[str]:
 def _broken(path: str) -> list[str]:
     """A path on as many lines as it needs."""
     lines = []
-    for key in _keys(path):
+    for key in keys_of(path):
         if lines and len(lines[-1] + key) <= WIDTH:
             lines[-1] += key
         else:
@@ -147,12 +150,12 @@ def _notes(reasons: Sequence[str]) -> list[str]:
 
 def _split(path: str, keys: int) -> tuple[str, str]:
     """A path without its last keys, and these."""
-    own = _keys(path)
+    own = keys_of(path)
     place = max(0, len(own) - keys)
     return "".join(own[:place]), "".join(own[place:])
 
 
-def _keys(path: str) -> list[str]:
+def keys_of(path: str) -> list[str]:
     """A path in pieces: its keys `['a']`, `[0]` and `.b`, and what else there may be."""
     return re.findall(r"""\['.*?'\]|\[".*?"\]|\[[^'"\]]*\]|\.\w+|[^.\[]+|.""", path, re.DOTALL)
 
