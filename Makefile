@@ -1,58 +1,77 @@
 # Needs Python 3.11 or newer with pip; everything else is installed into the checkout.
 PYTHON ?= python3
+# The newest JAX needs Python 3.12 or newer: the newest Python on the path or among those of pyenv.
+NEWEST_PYTHON ?= $(shell for python in $$(ls -d $$HOME/.pyenv/versions/*/bin/python3 2>/dev/null | sort -rV) \
+	python3.14 python3.13 python3.12 $(PYTHON); do $$python -c \
+	'import sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
-NEWEST := .venv
+VENV := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 TORCH := .venv-torch
-OLDEST_JAX := jax==0.7.0 jaxlib==0.7.0
+OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
+# What depends on the version of JAX: all but the lab, the examples and the checks of the project's files.
+ENGINE := $(filter-out tests/test_lab_% tests/test_examples.py tests/test_processes.py tests/test_project.py, \
+	$(wildcard tests/test_*.py))
+PYTEST := -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo private-digits mislabelled test test-all test-oldest lint bench bench-torch clean
+.PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-engine-oldest \
+	test-engine-newest lint bench bench-torch clean
 
 help: ## list the targets
-	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
 
-demo: $(NEWEST)/installed ## a model's plan, the price of its statistics, a study on real text
-	$(NEWEST)/bin/pergrad demo
+demo: $(VENV)/installed ## a model's plan, the price of its statistics, a study on real text
+	$(VENV)/bin/pergrad demo
 
-private-digits: $(NEWEST)/installed ## train with differential privacy, show accuracy beside epsilon
-	$(NEWEST)/bin/python -m examples.private_digits
+private-digits: $(VENV)/installed ## train with differential privacy, show accuracy beside epsilon
+	$(VENV)/bin/python -m examples.private_digits
 
-mislabelled: $(NEWEST)/installed ## find wrong labels by the examples' gradients, draw mislabelled.png
-	$(NEWEST)/bin/python -m examples.mislabelled
+mislabelled: $(VENV)/installed ## find wrong labels by the examples' gradients, draw mislabelled.png
+	$(VENV)/bin/python -m examples.mislabelled
 
-test: $(NEWEST)/installed ## run the tests with the newest JAX
-	$(NEWEST)/bin/python -m pytest -n 2 --dist loadgroup
+test: $(VENV)/installed ## run the tests with the JAX that pip brings for this Python
+	$(VENV)/bin/python $(PYTEST)
 
-test-all: $(NEWEST)/installed ## run all of the long lists of cases too, which takes half as long again
-	PERGRAD_TESTS=all $(NEWEST)/bin/python -m pytest -n 2 --dist loadgroup
+test-all: $(VENV)/installed ## run all of the long lists of cases too, which takes half as long again
+	PERGRAD_TESTS=all $(VENV)/bin/python $(PYTEST)
 
 test-oldest: $(OLDEST)/installed ## run the tests with the oldest supported JAX
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup
+	$(OLDEST)/bin/python $(PYTEST)
 
-lint: $(NEWEST)/installed ## check style, formatting and types
-	$(NEWEST)/bin/ruff check .
-	$(NEWEST)/bin/ruff format --check .
-	$(NEWEST)/bin/pyright
+test-newest: $(NEWEST)/installed ## run the tests with the newest JAX, on Python 3.12 or newer
+	$(NEWEST)/bin/python $(PYTEST)
 
-bench: $(NEWEST)/bench ## time and memory beside jax.grad, vmap(grad), optax and jax_privacy, with figures
-	$(NEWEST)/bin/pergrad bench
+test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone with the oldest supported JAX
+	$(OLDEST)/bin/python $(PYTEST) $(ENGINE)
+
+test-engine-newest: $(NEWEST)/installed ## run the engine's tests alone with the newest JAX
+	$(NEWEST)/bin/python $(PYTEST) $(ENGINE)
+
+lint: $(VENV)/installed ## check style, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: $(VENV)/bench ## time and memory beside jax.grad, vmap(grad), optax and jax_privacy, with figures
+	$(VENV)/bin/pergrad bench
 
 bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and torch.func
 	$(TORCH)/bin/python -m benchmarks.torch_side_by_side
 
 clean: ## remove the environments and all caches
-	rm -rf $(NEWEST) $(OLDEST) $(TORCH) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp files below are written last: an interrupted installation is done again.
-$(NEWEST)/installed: pyproject.toml
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
 	touch $@
 
-$(NEWEST)/bench: $(NEWEST)/installed
-	$(NEWEST)/bin/python -m pip install --quiet --editable '.[bench]'
+$(VENV)/bench: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --editable '.[bench]'
 	touch $@
 
 $(TORCH)/installed: pyproject.toml
@@ -63,4 +82,11 @@ $(TORCH)/installed: pyproject.toml
 $(OLDEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet $(OLDEST_JAX) --editable '.[dev]'
+	touch $@
+
+$(NEWEST)/installed: pyproject.toml
+	@test -n '$(NEWEST_PYTHON)' || \
+		{ echo 'The newest JAX needs Python 3.12 or newer: make test-newest NEWEST_PYTHON=python3.13'; exit 1; }
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
 	touch $@

@@ -1,5 +1,6 @@
 """pergrad: statistics of per-example gradients at the price of the mean gradient."""
 
+from pergrad import _compat as _compat  # first, since it says what is wrong with the version of JAX
 from pergrad import noise, optim, scaling
 from pergrad._api import explain, grad_stats, value_and_stats
 from pergrad._check import check

@@ -1,20 +1,56 @@
 """The only file that imports JAX's internals, and the home of what differs between its versions.
 
-Supported: JAX 0.7.0 and newer. `make test-oldest` runs the whole suite on 0.7.0.
+pergrad is tested with JAX 0.7.2 (`make test-oldest`) to 0.12 (`make test-newest`). JAX 0.7.0 and 0.7.1
+are out because Flax and Equinox exclude them. A newer JAX gets a warning that names the tested range,
+and an error that may come from the difference says so (`newer_jax_explained`).
+
+What differs between the versions, and where it is dealt with:
+
+| JAX | difference | where |
+|---|---|---|
+| 0.7.2 | `get_bind_params` returns functions and parameters, later the parameters alone | `bind` |
+| 0.7.2 | a convolution that widens its operands has no derivative | `terms/convolution.py` |
+| 0.11.0 on | `Jaxpr` and `ClosedJaxpr` are one class, and calls hold either | `as_closed` |
+| 0.11.0 on | `scan` has `ft_in` in place of `num_consts` and `num_carry` | `scan_lengths` |
+| 0.11.2 on | `jax.experimental.shard_alike` is gone | `_spmd.py` does without it, always |
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax._src import source_info_util
-from jax._src.ad_checkpoint import name_p, remat_p
-from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p, split_p
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.interpreters.partial_eval import dce_jaxpr
+import jax
+
+from pergrad._errors import PergradError
+
+OLDEST, NEWEST = (0, 7, 2), (0, 12)
+TESTED = "0.7.2 to 0.12"
+_FOUND = f"pergrad is tested with JAX {TESTED}, and this is JAX {jax.__version__}."
+_OLDER_JAX = f"Write pip install 'jax<0.{NEWEST[1] + 1}', or look for a newer pergrad."
+
+
+def is_untested(version: tuple[int, ...]) -> bool:
+    """Whether a version of JAX is newer than all that pergrad is tested with."""
+    return version[: len(NEWEST)] > NEWEST
+
+
+if jax.__version_info__ < OLDEST:
+    raise ImportError(f"{_FOUND} Write pip install --upgrade jax.")
+if is_untested(jax.__version_info__):
+    warnings.warn(f"{_FOUND} If something fails: {_OLDER_JAX}", stacklevel=2)
+
+try:
+    from jax._src import source_info_util
+    from jax._src.ad_checkpoint import name_p, remat_p
+    from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p, split_p
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+    from jax.interpreters.partial_eval import dce_jaxpr
+except ImportError as error:
+    raise ImportError(f"{_FOUND} It lacks something that pergrad uses: {error}. {_OLDER_JAX}") from error
 
 __all__ = [
     "Atom",
@@ -24,16 +60,19 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "as_closed",
     "at_line_of",
     "aval",
     "bind",
     "drop_dead_code",
     "has_user_line",
     "name_p",
+    "newer_jax_explained",
     "optimization_barrier_p",
     "ragged_dot_general_p",
     "remat_barriers",
     "remat_p",
+    "scan_lengths",
     "split_p",
     "user_line",
 ]
@@ -42,6 +81,23 @@ Atom = Var | Literal
 
 # An error's "user line" is the user's, so our own frames are passed over as JAX's are.
 source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)))
+
+
+@contextlib.contextmanager
+def newer_jax_explained() -> Iterator[None]:
+    """Says that an error in here may come from a version of JAX that is newer than the tested ones.
+
+    Such a version may have renamed what pergrad reads of an equation or imports.
+    """
+    try:
+        yield
+    except (AttributeError, ImportError, KeyError) as error:
+        if not is_untested(jax.__version_info__):
+            raise
+        raise PergradError(
+            f"{type(error).__name__}: {error}. If this does not come from your loss, it may come from a "
+            f"version of JAX that is too new. {_FOUND} {_OLDER_JAX}"
+        ) from error
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -64,6 +120,11 @@ def at_line_of(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
+def as_closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """The program that a call holds, with its constants; a `Jaxpr` of old versions has none."""
+    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+
+
 def drop_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """The same program, inputs and outputs, without the equations that no output needs."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -76,6 +137,18 @@ def remat_barriers(eqn: JaxprEqn) -> list[bool]:
     if isinstance(prevent_cse, bool):
         prevent_cse = (prevent_cse,) * len(eqn.invars)
     return [eqn.params["differentiated"] and bool(p) for p in prevent_cse]
+
+
+def scan_lengths(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants and how many carried values a `scan` equation has.
+
+    Up to JAX 0.10 two parameters say so. From 0.11.0 on the parameter `ft_in` holds the operands' places
+    as a tree of three parts: constants, carry, inputs.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def user_line(eqn: JaxprEqn) -> str:

@@ -71,8 +71,7 @@ def find_mesh(axes: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh:
     if mesh.empty:
         raise ArgumentError(
             f"spmd_axis_name={_shown(axes)} needs a mesh, and none is known: neither is one set, nor do "
-            "the arguments lie on one. Call this under `with jax.set_mesh(mesh):` "
-            "(jax.sharding.use_mesh in older versions of JAX)."
+            "the arguments lie on one. Call this under `with jax.set_mesh(mesh):`."
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for axis in axes:

@@ -44,12 +44,13 @@ class Loop:
 
     @property
     def num_carry(self) -> int:
-        return self.eqn.params["num_carry"]
+        return _compat.scan_lengths(self.eqn)[1]
 
     def operands(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Splits what belongs to the operands into constants, carry and inputs."""
-        first, last = self.eqn.params["num_consts"], self.eqn.params["num_consts"] + self.num_carry
-        return list(operands[:first]), list(operands[first:last]), list(operands[last:])
+        num_consts, num_carry = _compat.scan_lengths(self.eqn)
+        end = num_consts + num_carry
+        return list(operands[:num_consts]), list(operands[num_consts:end]), list(operands[end:])
 
     def env(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Env:
         """What is given to one step."""

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pergrad import _compat
 from pergrad._call import Call
 from pergrad._devices import Devices, devices_of, explicit_axes, find_mesh
 from pergrad._plan import Plan
@@ -42,15 +42,15 @@ def run(
     """The results of one call, on the devices that the request names."""
     call = Call(request, args, kwargs)
     weights, directions = call.checked(example_weights, direction)
-    if not request.axes:
-        return call.run(weights, directions)
-    return _Spread(call).run(weights, directions)
+    with _compat.newer_jax_explained():
+        return (_Spread(call) if request.axes else call).run(weights, directions)
 
 
 def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
     """The plan of one call; on several devices it is that of each."""
     call = Call(request, args, kwargs)
-    return (_Spread(call).local_call() if request.axes else call).plan()
+    with _compat.newer_jax_explained():
+        return (_Spread(call).local_call() if request.axes else call).plan()
 
 
 def with_automatic_axes(request: Request, fun: Callable[..., Any], *args: Any) -> Any:
@@ -154,7 +154,7 @@ class _Spread:
             x = jnp.sum(parts, axis=0).astype(like.dtype)
             if self.explicit or x.shape != param.shape:
                 return x
-            return shard_alike(lax.stop_gradient(param), x)[1]
+            return _sharded_like(lax.stop_gradient(param), x)
 
         return jax.tree.map(of, call.request.stats, results)
 
@@ -192,6 +192,17 @@ def _as_part(devices: Devices, statistic: Statistic, result: Any) -> Any:
     if isinstance(statistic, Fold):
         result = devices.only_first(result)
     return jax.tree.map(lambda x: x[None], result)
+
+
+def _sharded_like(param: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, for which XLA chooses the sharding of `param`, an array of the same shape.
+
+    XLA gives both operands of a selection and its result one sharding. Here `x` is always selected. XLA
+    must not know that before it has chosen the shardings, which the barrier ensures. What is left in the
+    compiled program is one more operand of the loop that makes `x`.
+    """
+    never = lax.optimization_barrier(jnp.zeros((), bool))
+    return lax.select(jnp.broadcast_to(never, x.shape), param.astype(x.dtype), x)
 
 
 def _shapes(statistic: Accumulator, param: Any) -> Any:

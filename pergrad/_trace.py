@@ -137,10 +137,7 @@ def _inline_call(body: str) -> Inline:
     """For a call that means what the program in its parameter `body` means."""
 
     def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
-        called = eqn.params[body]
-        return _inline_squeezed(
-            called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ()), args, table
-        )
+        return _inline_squeezed(_compat.as_closed(eqn.params[body]), args, table)
 
     return inline
 
@@ -149,7 +146,7 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
     guarded = _compat.remat_barriers(eqn)
     behind = iter(lax.optimization_barrier([a for a, g in zip(args, guarded, strict=True) if g]))
     args = [next(behind) if g else a for a, g in zip(args, guarded, strict=True)]
-    return _inline_squeezed(ClosedJaxpr(eqn.params["jaxpr"], ()), args, table)
+    return _inline_squeezed(_compat.as_closed(eqn.params["jaxpr"]), args, table)
 
 
 def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:

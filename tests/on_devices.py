@@ -36,7 +36,7 @@ from tests.test_errors import refused
 assert jax.device_count() == 8, __doc__
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+set_mesh = jax.set_mesh
 BY_NAME = {case.name: case for case in CASES}
 SIZE = 16
 WEIGHTS = np.array([1, 0.5, 2.5, 3, 0, 1.5, 2, 1, 0, 0, 0, 0, 1, 2, 3, 4])  # one device has nothing
