@@ -39,11 +39,11 @@ AxisName = str | int
 class FactorPair:
     """What the gradients of one parameter are made of.
 
-    `inputs` is what the forward pass saved, `residuals` what the backward pass brought, both
-    [B, positions, ...]. An example's gradient is the sum over positions of their outer products. The
-    names of their axes are in `input_axes` and `residual_axes`: "example", "position", and for each
-    other axis the number of the parameter's axis that it is. An axis that both have, such as that of
-    experts, is not multiplied out.
+    `inputs` were saved by the forward pass and `residuals` were computed by the backward pass. Both are
+    [B, positions, ...]. An example's gradient is the sum over positions of their outer products.
+    `input_axes` and `residual_axes` name the axes: "example", "position", and for every other axis the
+    number of the parameter's axis that it stands for. If the same axis of the parameter is in both, such
+    as the axis of experts, there is one outer product for each index of that axis.
     """
 
     inputs: jax.Array

@@ -46,10 +46,12 @@ class Schedule:
 class Plan(Schedule):
     """What would run, one row a parameter. Print it to read it as a table; notebooks show one, too.
 
-    `operations` are floating-point operations, `bytes` is temporary memory, both estimated for the
-    whole batch; `plain_operations` and `plain_bytes` are those of `jax.grad`. Microbatches are made of
-    whole groups of `group_size` examples. If several `devices` share the batch, all of that
-    is for one of them, with the `batch_size` examples that it has.
+    `rows` has for every parameter its `path`, `shape`, `kind` of sum, `strategy`, `operations`,
+    `plain_operations`, `bytes` and the `reason` for the strategy. `operations` are floating-point
+    operations and `bytes` is temporary memory, both estimated for the whole batch; `plain_operations`
+    and `plain_bytes` are those of `jax.grad`. Microbatches are made of whole groups of `group_size`
+    examples. If several `devices` share the batch, all numbers are those of one device, which has
+    `batch_size` examples.
     """
 
     rows: tuple[Row, ...]

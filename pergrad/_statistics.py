@@ -234,11 +234,11 @@ class Mean(Accumulator):
       phi: an elementwise function, or None for the identity.
       per: what one unit is. `"example"`; a number k for groups of k neighbouring examples, whose
         gradient is their mean; `"token"` for every single contribution to a sum over positions, times
-        their number, so that their mean is the example's gradient. A parameter's gradient that is no
-        such sum is one contribution.
+        the number of contributions, so that their mean is the example's gradient. A gradient that is
+        not a sum over positions is one contribution.
       factorable: whether `phi(a * b) == phi(a) * phi(b)` for all numbers, which allows a cheaper
-        strategy. Known for `jnp.square`, `jnp.abs`, `jnp.sign` and `pg.power(p)`. Wrongly said to be
-        True it gives wrong results.
+        strategy. Known for `jnp.square`, `jnp.abs`, `jnp.sign` and `pg.power(p)`. If `phi` does
+        not have this property, `factorable=True` gives wrong results.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> pg.grad_stats(loss, pg.Mean(jnp.square))(jnp.float32(1), jnp.array([1.0, 3.0]))
@@ -422,7 +422,7 @@ def _positive(share: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Individual(Reading):
-    """The gradients themselves, with the example axis in front, whatever their weights."""
+    """The gradients themselves, with the example axis in front. Example weights do not change them."""
 
     def of(self, g: jax.Array, given: Any) -> jax.Array:
         return g
@@ -436,9 +436,9 @@ class Fold(Accumulator):
     example's gradient, `finish(state)` makes the result, by default the state itself. An example of
     weight 0 is passed over; any other weight counts as one.
 
-    On several devices (`spmd_axis_name`) each takes in its own examples, and `merge(a, b)` makes one
-    state of that of some examples and that of those which follow them. A state of no examples, as
-    `init` makes it, must add nothing. Without `merge` several devices are refused.
+    On several devices (`spmd_axis_name`) each device takes in its own examples, and `merge(a, b)` joins
+    the state `a` of some examples and the state `b` of the examples that follow them. To merge with a
+    state that `init` has just made must change nothing. Without `merge` several devices are refused.
 
     >>> largest = pg.Fold(jnp.zeros_like, lambda s, g: jnp.maximum(s, jnp.abs(g)))
     >>> loss = lambda w, x: jnp.mean(w * x)
@@ -521,7 +521,7 @@ class Fold(Accumulator):
 
 @dataclasses.dataclass(frozen=True)
 class Loss(Statistic):
-    """Each example's loss, shape [B], whatever its weight."""
+    """Each example's loss, shape [B]. Example weights do not change it."""
 
     @property
     def merging(self) -> Merging:
@@ -530,7 +530,7 @@ class Loss(Statistic):
 
 @dataclasses.dataclass(frozen=True)
 class Count(Statistic):
-    """The number of examples, the sum of their weights."""
+    """The number of examples; with example weights it is the sum of the weights."""
 
     @property
     def merging(self) -> Merging:

@@ -120,12 +120,14 @@ def selects(statistic: Statistic, path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm(_Selecting):
-    """The l2 norm of each example's gradient, shape [B], whatever the examples' weights.
+    """The l2 norm of each example's gradient, shape [B]. Example weights do not change it.
 
     Args:
-      by: `"all"`: of all parameters together. `"leaf"`: of each parameter alone, in a tree like them.
-      where: a function of a parameter's path, the string that `explain` shows: those for which it
-        returns True count. With `by="leaf"` the others are None.
+      by: `"all"`: one norm, of all parameters together. `"leaf"`: one norm for each parameter, in a tree
+        like the parameters.
+      where: a function of a parameter's path, which is a string such as `['Dense_0']['kernel']`;
+        `explain` shows all paths. Only the parameters for which it returns True are looked at. With
+        `by="leaf"` the others have None.
 
     >>> loss = lambda p, x: jnp.mean(p["w"] * x + p["b"])
     >>> params = {"w": jnp.float32(1), "b": jnp.float32(1)}
@@ -157,10 +159,10 @@ class Norm(_Selecting):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Gram(_Selecting):
-    """The inner products `<g_i, g_j>` of the examples' gradients, [B, B], whatever their weights.
+    """The inner products `<g_i, g_j>` of the examples' gradients, [B, B]. Weights do not change them.
 
-    `where` selects parameters as in `Norm`. What a microbatch saves of these parameters (inputs and
-    residuals of their layers) is kept until all examples have been through the model.
+    `where` selects parameters as in `Norm`. The inputs and residuals of the layers of these parameters
+    are kept in memory until all microbatches have been through the model.
 
     >>> loss = lambda w, x: jnp.mean(x @ w)
     >>> pg.grad_stats(loss, pg.Gram())(jnp.ones(2), jnp.array([[1.0, 0.0], [3.0, 4.0]]))
@@ -214,13 +216,14 @@ class ClippedMean(Mean):
     """`sum_i w_i phi(c_i g_i) / sum_i w_i` with `c_i = min(1, max_norm / ||g_i||)`: clipped gradients.
 
     Without `phi` it is the mean of the clipped gradients, shaped and typed like the parameters: multiply
-    it by the number of examples to have the sum. A `max_norm` of 0 gives 0, infinity the statistic of
-    the gradients as they are. An example whose norm is not finite makes the result NaN, unless its
+    it by the number of examples to have the sum. With a `max_norm` of 0 the result is 0, and with
+    infinity nothing is clipped. An example whose norm is not finite makes the result NaN, unless its
     weight is 0.
 
     Args:
-      max_norm: the largest norm that is left as it is.
-      by: `"all"`: the norm of all parameters together. `"leaf"`: each parameter is clipped by its own.
+      max_norm: a gradient with a larger norm is scaled down to this one.
+      by: `"all"`: an example's gradient is clipped as a whole, by its norm over all parameters.
+        `"leaf"`: the gradient of each parameter is clipped by its own norm.
       phi: None, or one of the functions that `Mean` knows to be factorable, such as `jnp.square`.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
@@ -272,8 +275,9 @@ class ClippedMean(Mean):
 class Factors(_Selecting):
     """What a parameter's gradients are made of: the saved inputs and residuals of its layer.
 
-    For a parameter whose gradient is a sum over positions of outer products, as that of every dense
-    layer and convolution, a `FactorPair`; for any other, None. `where` selects parameters as in `Norm`.
+    The result is a tree like the parameters. It has a `FactorPair` for every parameter whose gradient is
+    a sum of outer products over positions, such as the weights of dense layers and convolutions, and
+    None for every other parameter. `where` selects parameters as in `Norm`.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> pair = pg.grad_stats(loss, pg.Factors())(jnp.ones((3, 2)), jnp.ones((8, 3)))

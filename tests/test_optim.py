@@ -245,6 +245,13 @@ def test_state_is_where_the_parameters_are(name):
     assert like_params and all(x.sharding.spec[0] == "devices" for x in like_params)
 
 
+@every_optimizer
+def test_shows_its_statistics(name):
+    tx = OPTIMIZERS[name]()
+    assert repr(tx) == f"StatsTransformation(stats={tx.stats!r})"
+    assert repr(tx) in repr({"tx": (tx,)})
+
+
 def test_copies_keep_the_statistics():
     tx = OPTIMIZERS["micro_adam"]()
     for copied in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, {"tx": tx})["tx"]):

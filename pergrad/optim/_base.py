@@ -25,6 +25,9 @@ class StatsTransformation(optax.GradientTransformationExtraArgs):
     Everything that optax does with a transformation it does with this one too. What optax returns
     (`optax.chain`, `optax.masked`) has no `stats`: keep those of the part that was given to it, or use
     `pergrad.optim.chain`.
+
+    >>> pg.optim.micro_adam(1e-3)
+    StatsTransformation(stats={'mean': Mean(), 'second_moment': Mean(square)})
     """
 
     stats: dict[str, Statistic]
@@ -33,6 +36,9 @@ class StatsTransformation(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, init, update)
         self.stats = dict(stats)
         return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(stats={self.stats!r})"
 
     # `clip_examples` keeps the functions and changes `stats` alone, so these belong to what it is:
     # `jit` would otherwise take two clips for one static argument.
