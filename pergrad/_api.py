@@ -27,12 +27,12 @@ def value_and_stats(
 ) -> Callable[..., Any]:
     """Turns a loss into a function that returns its value and statistics of per-example gradients.
 
-    Like `jax.value_and_grad`, with what the mean over the batch throws away. The function it returns
-    is pure and can be jitted, scanned over and differentiated.
+    It is like `jax.value_and_grad`, and also tells how the gradient differs from example to example. The
+    function it returns is pure and can be jitted, scanned over and differentiated.
 
     Args:
-      fun: the training loss, a scalar: the mean over the examples it is given. It is not modified;
-        `pg.check` says whether it is such a mean.
+      fun: the training loss, as it is: a function that returns a scalar, the mean over the examples that
+        it is given. `pg.check` tells whether it is such a mean.
       stats: statistics (`pg.Mean`, `pg.Variance`, ...) in any pytree; the result has the same tree.
       argnums: the argument or arguments to differentiate, as in `jax.grad`. A statistic's result is a
         tree like that argument, or a tuple of trees.
@@ -50,21 +50,24 @@ def value_and_stats(
       microbatch_size: how many examples go through the model at a time, on each device: None for all, a
         number, or `"auto"`. Any size gives the same result.
       spmd_axis_name: the axis or axes of the mesh (`jax.set_mesh`) over which the batch is sharded. Each
-        device then works on its own examples and only finished statistics travel. The result is the
-        same: what has an example axis is sharded along it, what is shaped like the parameters is
-        sharded like them. The number of examples must be a multiple of that of devices (pad with
-        `example_weights` of 0). A `Fold` needs a `merge`; for `Gram` what layers saved is gathered.
-      strategy: `"auto"`, or the name of one to use wherever it can be used, for comparison;
-        `"materialise"` is the plain reference. `"streamed:8"` takes eight examples at a time.
+        device then works on its own examples, and only finished statistics travel. The numbers are the
+        same as without it. Results with an example axis are sharded along that axis, and results shaped
+        like the parameters are sharded like the parameters. The number of examples must be a multiple
+        of the number of devices: pad the batch with examples whose weight is 0. A `Fold` needs a
+        `merge`. For a `Gram` the devices exchange the saved inputs and residuals of all layers.
+      strategy: `"auto"` takes the cheapest strategy for every parameter. The name of a strategy, such as
+        `"materialise"` (the plain reference) or `"streamed:8"` (eight examples at a time), is used
+        wherever that strategy applies, for comparison.
 
     Returns:
       A function with `fun`'s signature plus `example_weights=None`: weights [B], at least 0, read as
-      counts (2 is the example being there twice, 0 is padding, even if its gradient is NaN). All 0 is
-      refused, or under `jit`, where it cannot be seen, gives NaN. With a `pg.Dot` among the statistics
-      it takes one more keyword, `direction`.
+      counts. An example with weight 2 counts as if it were there twice; weight 0 is for padding, which
+      counts for nothing even if its gradient is NaN. Weights that are all 0 are refused; under `jit`,
+      where their values are not known, they give NaN. With a `pg.Dot` among the statistics the function
+      takes one more keyword, `direction`.
 
-      It returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`: `value` is the weighted
-      mean loss, `aux` has an example axis in front of what `fun` returns for one example.
+      The function returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`. `value` is the
+      weighted mean loss, and `aux` has an example axis in front of what `fun` returns for one example.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> stats_fn = pg.value_and_stats(loss, {"mean": pg.Mean(), "variance": pg.Variance()})
