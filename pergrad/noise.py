@@ -194,11 +194,13 @@ agree and in batches of at most 8. On several devices these are the first 8 of e
 def sign_disagreement(
     stats: Stats, where: Where | None = None, *, z: float = 2.0
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Where the mean of the signs (the sign of the median, if few are 0) and the mean disagree in sign.
+    """In how many coordinates the mean gradient and the mean of the signs have different signs.
 
-    For each parameter two numbers of coordinates: those that disagree, and all in which both signs are
-    sure, the mean being more than `z` standard errors from 0 and that of the signs too. The rest cannot
-    be told from noise. `stats` has `mean`, `sign`, `count`, and `variance` or `second_moment`.
+    The mean of the signs has the sign of the median, if few gradients are 0. The result has two numbers
+    for each parameter: the coordinates in which the two signs differ, and the coordinates in which both
+    signs are sure, which means that both means are more than `z` standard errors from 0. Only sure
+    coordinates are counted in the first number; the others cannot be told from noise. `stats` has
+    `mean`, `sign`, `count`, and `variance` or `second_moment`.
     """
     n = _get(stats, "count")
     means, signs, variances = (
@@ -222,16 +224,18 @@ def curvature(
     probes: int = 1,
     microbatch_size: int | None = None,
 ) -> Callable[..., SignalNoise]:
-    """A function `(key, params, ...) -> (mu' H mu, tr(H Sigma))`, with the ratio B_c.
+    """Makes a function `(key, params, ...) -> (mu' H mu, tr(H Sigma))`, which estimates both.
 
-    `fun(params, ...)` is the loss as for `pg.value_and_stats`. With random signs e_i,
+    The second divided by the first is the critical batch size Bc. `fun(params, ...)` is the loss as for
+    `pg.value_and_stats`. With random signs e_i,
 
-        u = sum_i (e_i - ebar) g_i / sqrt(B - 1)  has  E[u u'] = Sigma,  so  E[u' H u] = tr(H Sigma):
+        u = sum_i (e_i - ebar) g_i / sqrt(B - 1)  has  E[u u'] = Sigma,  so  E[u' H u] = tr(H Sigma).
 
-    one gradient and one product with the Hessian for each of the `probes`, and gbar' H gbar has tr(H
-    Sigma) / B too much. Where the Hessian is not positive both may be negative, and their ratio says
-    nothing. With a `microbatch_size` so many examples go through the model at a time, which takes the
-    memory of so many, and each forward pass once more.
+    Each of the `probes` takes one gradient and one product with the Hessian. The mean of gbar' H gbar is
+    mu' H mu + tr(H Sigma) / B, and the second term is subtracted. Where the Hessian is not positive
+    definite, both estimates may be negative, and then their ratio says nothing. With a
+    `microbatch_size` that many examples go through the model at a time: this needs the memory of that
+    many examples, and every forward pass runs once more.
     """
 
     def at(key: jax.Array, params: Tree, *rest: Any) -> SignalNoise:
@@ -303,18 +307,18 @@ class Monitor:
         state = monitor.update(stats, state)      # jit-able
         print(monitor.summary(state))             # plain numbers
 
-    A batch of B counts B - 1 times, so that of one example, which says nothing about noise, does not
-    count.
+    In the averages a batch of B examples has the weight B - 1. A batch of one example says nothing about
+    noise and has the weight 0.
 
     Args:
-      decay: of the moving averages, for each update.
+      decay: the decay of the moving averages at each update.
       where: selects parameters by their path, as in `pg.Norm`.
-      signs: also what signs keep of the signal, and how often the sign of the mean is not that of the
-        median.
-      across_steps: takes signal and noise from the mean gradients of two steps after another in place
-        of the examples of one: <gbar, gbar'> has the mean |mu|^2. Works for batches of one example,
-        needs no statistic but the mean and the count, keeps one gradient, and takes what mu changes
-        from step to step for noise.
+      signs: whether the summary also tells how much of the signal the signs keep, and how often the mean
+        and the median of the examples have different signs.
+      across_steps: whether signal and noise are estimated from the mean gradients gbar and gbar' of two
+        consecutive steps, and not from the examples of one step: <gbar, gbar'> has the mean |mu|^2. This
+        works for batches of one example and needs the mean and the count alone. It keeps one gradient
+        in the state, and it counts the change of mu from step to step as noise.
     """
 
     decay: float = 0.95

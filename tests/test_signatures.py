@@ -252,6 +252,20 @@ def test_module_of_equinox():
         function(PARAMS, BATCH)
 
 
+def test_wrappers_that_look_at_signatures():
+    """They bind the arguments of a call to the signature, and fill in defaults."""
+    eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
+    function = pg.grad_stats(loss, STATS)
+    weights = np.array([1.0, 3.0], np.float32)
+    expected = function(PARAMS, BATCH, 2.0, example_weights=weights)
+    for wrapped in (jax.jit(function), eqx.filter_jit(function), nnx.jit(function)):
+        for call in (
+            lambda wrapped=wrapped: wrapped(PARAMS, BATCH, 2.0, example_weights=weights),
+            lambda wrapped=wrapped: wrapped(PARAMS, BATCH, scale=2.0, example_weights=weights),
+        ):
+            assert jax.tree.all(jax.tree.map(jnp.allclose, call(), expected))
+
+
 def test_modules_of_nnx():
     nnx = pytest.importorskip("flax.nnx")
     pergrad_nnx = pytest.importorskip("pergrad.nnx")
