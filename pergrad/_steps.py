@@ -10,7 +10,8 @@ do to them:
 - *mix*: linear, and no more than that, so `phi` comes after.
 
 All of them commute with sums over the examples. A mix may also add something that is the same for all
-examples (a regulariser's gradient); then a step is linear up to that constant.
+examples (the gradient of a regulariser, or the number that a gather reads out of range); then a step is
+linear up to that constant.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
@@ -32,7 +34,8 @@ class Step:
     """A primitive that is linear in some of its operands.
 
     It is linear in all of `operands` together (None: in all it has) or, as a product, in `one_of` them.
-    `number` is a scale's c, from the operand that does not vary (None if there is none).
+    `number` is a scale's c, from the operand that does not vary (None if there is none). `constant` says
+    whether the equation adds something that is none of its operands.
     """
 
     family: str
@@ -40,6 +43,7 @@ class Step:
     one_of: bool = False
     condition: Callable[[JaxprEqn], bool] = lambda eqn: True
     number: Callable[[Any], Any] | None = None
+    constant: Callable[[JaxprEqn], bool] = lambda eqn: False
 
     def linear_operands(self, eqn: JaxprEqn) -> range:
         return range(len(eqn.invars))[self.operands or slice(None)]
@@ -54,10 +58,18 @@ class Step:
 
 
 def _between_floats(eqn: JaxprEqn) -> bool:
-    return all(jnp.issubdtype(aval(v).dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars))
+    """Whether a cast only rounds. To 8 bits it is a loss's way to quantise, and overflows soon."""
+    dtypes = [aval(v).dtype for v in (*eqn.invars, *eqn.outvars)]
+    return all(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits >= 16 for d in dtypes)
+
+
+def _fills(eqn: JaxprEqn) -> bool:
+    """Whether a gather reads something other than 0 out of range."""
+    return eqn.params["mode"] == _Mode.FILL_OR_DROP and eqn.params["fill_value"] != 0
 
 
 _first = slice(0, 1)
+_Mode = lax.GatherScatterMode
 
 STEPS: dict[Primitive, Step] = {
     # entries of the operand, elsewhere
@@ -79,7 +91,7 @@ STEPS: dict[Primitive, Step] = {
     p.conv_general_dilated_p: Step("mix", one_of=True),
     p.cumsum_p: Step("mix", _first),
     p.dot_general_p: Step("mix", one_of=True),
-    p.gather_p: Step("mix", _first),
+    p.gather_p: Step("mix", _first, constant=_fills),
     p.reduce_sum_p: Step("mix", _first),
     p.reduce_window_sum_p: Step("mix", _first),
     # linear in all of them together
@@ -111,7 +123,20 @@ def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
 
 
 def adds(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> bool:
-    """Whether a step, linear in its operands `varying`, adds another that is not known to be zeros."""
+    """Whether a step, linear in its operands `varying`, adds something that is not known to be zeros."""
     step = STEPS[eqn.primitive]
-    added = set(step.linear_operands(eqn)) - set(varying)
-    return not step.one_of and not all(is_zero(eqn.invars[i], made_by) for i in added)
+    added = set() if step.one_of else set(step.linear_operands(eqn)) - set(varying)
+    return step.constant(eqn) or not all(is_zero(eqn.invars[i], made_by) for i in added)
+
+
+def with_transpose(eqn: JaxprEqn) -> JaxprEqn:
+    """The step in a form whose transpose, as JAX makes it, is that of what the step computes.
+
+    With indices that promise to be in range, and are not, a gather reads the nearest entry and a
+    scatter-add drops what it is given. Each is taken for the other's transpose, which it is only if its
+    mode says what it does.
+    """
+    said = {p.gather_p: _Mode.CLIP, p.scatter_add_p: _Mode.FILL_OR_DROP}
+    if eqn.primitive not in said or eqn.params["mode"] != _Mode.PROMISE_IN_BOUNDS:
+        return eqn
+    return eqn.replace(params=eqn.params | {"mode": said[eqn.primitive]})

@@ -28,7 +28,7 @@ from pergrad._cost import programs, size
 from pergrad._eval import distinct, rounds
 from pergrad._flow import is_in, variables, varying
 from pergrad._loop import Loop
-from pergrad._steps import STEPS, adds
+from pergrad._steps import STEPS, adds, with_transpose
 from pergrad._tail import Level, Tail
 from pergrad._trace import Program
 from pergrad.terms import SPLIT_TERMS, TERMS, Term, Total
@@ -233,7 +233,7 @@ class Walk:
         params: Sequence[int],
         levels: tuple[Level, ...],
     ) -> Tail:
-        steps = tuple(self.eqns[i] for i in steps_at)
+        steps = tuple(with_transpose(self.eqns[i]) for i in steps_at)
         grads = tuple(self.grads[i] for i in places)
         made_here = {v for eqn in steps for v in eqn.outvars}
         read_here = dict.fromkeys(

@@ -35,7 +35,13 @@ import numpy as np
 import pytest
 
 import pergrad as pg
-from tests import cases_attention, cases_branches, cases_loops, oracle  # noqa: F401 (they add cases)
+from tests import (  # noqa: F401 (they add cases)
+    cases_attention,
+    cases_branches,
+    cases_lookups,
+    cases_loops,
+    oracle,
+)
 from tests.cases import BATCH, Case
 
 jax.config.update("jax_enable_x64", True)

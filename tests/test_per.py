@@ -295,6 +295,24 @@ def embedding() -> Model:
 
 
 @model
+def embedding_outside() -> Model:
+    # What is not in the table reads as NaN and is left out; its cotangent is NaN, and goes nowhere.
+    def read(table: Array, i: Any) -> Array:
+        rows = jnp.tanh(table.at[i].get(mode="drop"))
+        return jnp.where(jnp.isnan(rows), 0, jnp.square(rows))
+
+    def loss(p: Tree, batch: Tree) -> Array:
+        return mse(jnp.mean(read(p["table"], batch["i"]), axis=1) @ p["out"], batch["y"])
+
+    def spread(q: Tree, e: Tree) -> Array:
+        h = read(q["table"], (jnp.arange(T), e["i"]))
+        return mse(jnp.mean(h, axis=0) @ q["out"][0], e["y"])
+
+    p = shaped(table=(V, D), out=(D, K))
+    return Model(loss, spread, p, data(y=(K,)) | {"i": ids(T, below=V + 2)}, {"table": T, "out": 1})
+
+
+@model
 def tied_embedding() -> Model:
     # T lookups and T products are 2 T contributions.
     def loss(p: Tree, batch: Tree) -> Array:

@@ -85,7 +85,7 @@ class Sparse(Strategy):
                 case Mean():
                     return added(job.given, moved(sums[job.statistic]))
                 case SquaredNorm():
-                    return _squared_norms(lookup, rows)
+                    return _squared_norms(rows)
                 case Pairs():
                     return _pairs(lookup, rows, examples)
             raise AssertionError(job.statistic)
@@ -93,9 +93,8 @@ class Sparse(Strategy):
         return [result(job) for job in jobs]
 
 
-def _squared_norms(lookup: Lookup, rows: Rows) -> jax.Array:
-    squares = jnp.sum(jnp.square(rows.values), axis=range(2, rows.values.ndim))
-    return jnp.sum(jnp.where(rows.keys < lookup.table, squares, 0), axis=1)
+def _squared_norms(rows: Rows) -> jax.Array:
+    return jnp.sum(jnp.square(rows.values), axis=range(1, rows.values.ndim))
 
 
 def _pairs(lookup: Lookup, rows: Rows, examples: Examples) -> jax.Array:

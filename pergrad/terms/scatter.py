@@ -57,7 +57,10 @@ class Lookup(Term):
 
     @abc.abstractmethod
     def keys_and_values(self, env: Env) -> tuple[jax.Array, jax.Array]:
-        """Keys [B, N] and cotangents [B, N, row] of all lookups, equal keys not yet added up."""
+        """Keys [B, N] and cotangents [B, N, row] of all lookups, equal keys not yet added up.
+
+        The cotangent of a lookup outside the table is 0, whatever it was: it belongs to no row.
+        """
 
     @property
     def window(self) -> tuple[int, ...]:
@@ -105,7 +108,7 @@ class Lookup(Term):
         keys, inside = jnp.zeros((), jnp.int32), jnp.ones((), bool)
         for index, size in zip(indices, self.sizes(self.indexed), strict=True):
             keys = keys * size + index.astype(jnp.int32)
-            inside = inside & (index >= 0) & (index < size)
+            inside = inside & _is_from_zero_to(size - 1, index)
         return jnp.where(inside, keys, self.table)
 
 
@@ -151,11 +154,12 @@ class Scatter(Lookup):
         window = _shift(self.eqn.params["dimension_numbers"].update_window_dims)
         lookups = tuple(a for a in range(updates.ndim) if a not in window)
         values = updates.transpose(*lookups, *window).reshape(size, n, *self.sizes(self.window))
-        along = [indices[..., k].reshape(size, n) for k in range(len(self.indexed))]
-        if self.eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+        along = [_wide(indices[..., k]).reshape(size, n) for k in range(len(self.indexed))]
+        if self._clips:
             sizes = self.sizes(self.indexed)
             along = [jnp.clip(i, 0, s - 1) for i, s in zip(along, sizes, strict=True)]
-        return self.keys(along), values
+        keys = self.keys(along)
+        return keys, weigh(values, keys < self.table)
 
     def split(self, env: Env) -> list[jax.Array]:
         if self.why_not_rows() is None:
@@ -169,7 +173,7 @@ class Scatter(Lookup):
         own = jnp.expand_dims(own, [a + 1 for a in dims.update_window_dims])[None]
         return [
             jnp.broadcast_to(indices[:, None], (len(indices), n, *indices.shape[1:])),
-            jnp.where(own, updates[:, None], 0),
+            jnp.where(own, self._without_dropped(indices, updates)[:, None], 0),
         ]
 
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
@@ -177,19 +181,47 @@ class Scatter(Lookup):
             return super().contribution(parts)
         indices, updates = parts
         zeros = jnp.zeros(aval(self.out).shape, updates.dtype)
-        dims, mode = self.eqn.params["dimension_numbers"], self.eqn.params["mode"]
-        return lax.scatter_add(zeros, indices, updates, dims, mode=mode)
+        dims = self.eqn.params["dimension_numbers"]
+        return lax.scatter_add(zeros, indices, updates, dims, mode=self._mode)
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
-        # The examples are one more axis of lookups.
+        # The examples are one more axis of lookups. Their weights may be differentiated by, for inner
+        # products; then what is dropped is multiplied by 0, so it has to be finite.
         indices, updates = self._read(env)
+        if isinstance(w, jax.Array):
+            updates = self._without_dropped(indices, updates)
         dims = self.eqn.params["dimension_numbers"]
         dims = dims._replace(
             update_window_dims=_shift(dims.update_window_dims),
             scatter_indices_batching_dims=_shift(dims.scatter_indices_batching_dims),
         )
         zeros = jnp.zeros(aval(self.out).shape, updates.dtype)
-        return lax.scatter_add(zeros, indices, weigh(updates, w), dims, mode=self.eqn.params["mode"])
+        return lax.scatter_add(zeros, indices, weigh(updates, w), dims, mode=self._mode)
+
+    @property
+    def _clips(self) -> bool:
+        """Whether an index out of range means the nearest that is in range, or nothing at all."""
+        return self.eqn.params["mode"] == lax.GatherScatterMode.CLIP
+
+    @property
+    def _mode(self) -> lax.GatherScatterMode:
+        """The equation's mode, or the one that does the same and has a transpose that does."""
+        modes = lax.GatherScatterMode
+        return modes.CLIP if self._clips else modes.FILL_OR_DROP
+
+    def _without_dropped(self, indices: jax.Array, updates: jax.Array) -> jax.Array:
+        """The updates [B, ...] with 0 for those that the scatter drops, whatever they were."""
+        if self._clips:
+            return updates
+        dims, table = self.eqn.params["dimension_numbers"], aval(self.out).shape
+        windows = _shift(dims.update_window_dims)
+        one_row = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+        spread = [a for a in range(len(table)) if a not in one_row]
+        extent = dict(zip(spread, (updates.shape[a] for a in windows), strict=True))
+        inside = jnp.ones(indices.shape[:-1], bool)
+        for k, a in enumerate(self.indexed):
+            inside &= _is_from_zero_to(table[a] - extent.get(a, 1), _wide(indices[..., k]))
+        return jnp.where(jnp.expand_dims(inside, windows), updates, 0)
 
     def _read(self, env: Env) -> tuple[jax.Array, jax.Array]:
         """Indices and updates with the example axis in front, updates in float32 at least."""
@@ -253,6 +285,15 @@ class Slice(Lookup):
     def sum(self, env: Env, w: Weights) -> jax.Array:
         keys, values = self.keys_and_values(env)
         return self.to_table(keys, weigh(values, w)[:, :, None])[0]
+
+
+def _wide(index: jax.Array) -> jax.Array:
+    """The index in a type that holds the number of rows."""
+    return index.astype(jnp.promote_types(index.dtype, jnp.int32))
+
+
+def _is_from_zero_to(last: int, index: jax.Array) -> jax.Array:
+    return (index >= 0) & (index <= last)
 
 
 def _shift(axes: Collection[int]) -> tuple[int, ...]:
