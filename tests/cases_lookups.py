@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tests.cases import BATCH, Maker, Tree, array, case, data, dense, given, ids, layer, mse, param
+from tests.cases import BATCH, Maker, Tree, array, case, data, dense, given, ids, layer, mse, over, param
 
 
 def places(low: int, high: int, *shape: int, dtype: str = "int32") -> Maker:
@@ -200,6 +200,30 @@ def written_outside(p: Tree, batch: Tree) -> Array:
     h = write(i, p["u"]) + jax.vmap(lambda i: p["w"].at[i].set(0.5 * p["u"], mode="drop"))(i)
     h = h * jax.vmap(lambda i: p["v"].at[i].multiply(2.0))(i)
     return pooled(p, h, batch["y"])
+
+
+# Nothing there.
+
+
+@case(
+    {"w": param(4, 3), "table": param(7, 3), "b": param(3), "none": param(0, 3), "v": param(3, 2)},
+    {"x": data(0, 4), "i": ids(7, 2), "few": data(0), "z": data(3)},
+)
+def nothing_there(p: Tree, batch: Tree) -> Array:
+    # No positions, no lookups in a table, a parameter and leaves of the batch without entries.
+    h = jnp.tanh(batch["x"] @ p["w"] + over(p["b"], batch["x"])) + p["table"][batch["i"][:, :0]]
+    y = jnp.tanh(batch["few"] @ p["none"]) + jnp.sum(h, axis=1)
+    return jnp.mean(jnp.square((batch["z"] + y) @ p["v"]))
+
+
+@case({"w": param(3, 3), "v": param(3, 2)}, {"x": data(0, 3), "z": data(3)})
+def scan_over_nothing(p: Tree, batch: Tree) -> Array:
+    # A recurrence without steps.
+    def step(h: Array, x: Array) -> tuple[Array, None]:
+        return jnp.tanh(h @ p["w"] + x), None
+
+    h, _ = lax.scan(step, batch["z"], jnp.swapaxes(batch["x"], 0, 1))
+    return jnp.mean(jnp.square(h @ p["v"]))
 
 
 # Backward rules of a loss's own, which are programs like any other: linear, linear and something more,

@@ -102,8 +102,9 @@ class Product(Term):
             x = read(env, v)
             free = [a for a in range(x.ndim - 1) if a not in (*summed, *batch)]
             x = x.transpose(0, *(a + 1 for a in (*batch, *summed, *free)))
-            num_batch = math.prod(x.shape[1 : 1 + len(batch)])
-            rows.append(x.reshape(len(x), num_batch, self.contributions, -1).astype(dtype))
+            first, last = 1 + len(batch), x.ndim - len(free)
+            sizes = math.prod(x.shape[1:first]), self.contributions, math.prod(x.shape[last:])
+            rows.append(x.reshape(len(x), *sizes).astype(dtype))
         return rows[0], rows[1]
 
     def _product(self, x: Any, d: Any, dtype: Any, *, examples: int) -> jax.Array:
@@ -116,7 +117,8 @@ class Product(Term):
         xc, dc = ((*range(examples), *(a + examples for a in axes)) for axes in (xc, dc))
         xb, db = (tuple(a + examples for a in axes) for axes in (xb, db))
         if xc == dc == tuple(range(len(xc))) and not xb:
-            x, d = (a.reshape(-1, *a.shape[len(xc) :]) for a in (x, d))
+            positions = math.prod(x.shape[: len(xc)])
+            x, d = (a.reshape(positions, *a.shape[len(xc) :]) for a in (x, d))
             xc, dc = (0,), (0,)
         return lax.dot_general(
             x,
