@@ -47,6 +47,7 @@ try:
     from jax._src import source_info_util
     from jax._src.ad_checkpoint import name_p, remat_p
     from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p, split_p
+    from jax.core import Tracer
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
     from jax.interpreters.partial_eval import dce_jaxpr
 except ImportError as error:
@@ -66,6 +67,7 @@ __all__ = [
     "bind",
     "drop_dead_code",
     "has_user_line",
+    "is_computed",
     "name_p",
     "newer_jax_explained",
     "optimization_barrier_p",
@@ -166,3 +168,12 @@ def has_user_line(eqn: JaxprEqn) -> bool:
 def aval(v: Atom) -> Any:
     """The abstract value of a variable: its shape and dtype."""
     return v.aval
+
+
+def is_computed(x: Any) -> bool:
+    """Whether an equation of the program that is being traced has made this value.
+
+    An argument of that program is made by none. Of values under `vmap` or `grad` it is not known, and
+    not said.
+    """
+    return isinstance(x, Tracer) and getattr(x, "parent", None) is not None

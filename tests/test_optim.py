@@ -5,6 +5,7 @@ The truth is numpy's, from the gradients of every single example. What optax has
 
 import copy
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from flax import serialization
 
 import pergrad as pg
 from tests import oracle
+from tests.test_errors import refused
 
 optim = pg.optim
 
@@ -43,6 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.StatsTransformation]] = {
     "clipped": lambda **kwargs: optim.clipped(optim.micro_adam(0.1, **kwargs), 1.0),
     "clip_examples": lambda **kwargs: optim.clip_examples(OPTIMIZERS["micro_adam_var"](**kwargs), 1.0),
     "sign_clip_examples": lambda **kwargs: optim.clip_examples(optim.sign_ema(0.02, **kwargs), 1.0),
+    "multi_steps": lambda **kwargs: optim.multi_steps(OPTIMIZERS["micro_adam_var"](**kwargs), 1),
 }
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -768,3 +771,262 @@ def test_batches_of_one():
             tx.update(stats["mean"], tx.init(PARAMS), PARAMS, stats=stats)
         updates, _ = jax.jit(tx.update)(stats["mean"], tx.init(PARAMS), PARAMS, stats=stats)
         assert all(jnp.all(jnp.isnan(u)) for u in jax.tree.leaves(updates))
+
+
+# What changes the gradient before the optimizer sees it, and not its statistics.
+
+# Those that look at more than the mean; clipping hands on what it is given.
+LOOK_AT_MORE = [name for name in OPTIMIZERS if set(OPTIMIZERS[name]().stats) - {"mean"}]
+# And those that do not, as an optimizer of optax or, where it has none, by themselves.
+FROM_THE_MEAN = {
+    "adam": optax.adam(0.1),
+    "sign_ema": optax.signum(0.02),
+    "sign_sgd": optim.sign_sgd(0.02),
+    "ada_momentum": optim.ada_momentum(0.01),
+}
+
+
+def two_steps(tx: Any, stats: Any) -> Tree:
+    """The updates of the second step; a wrapper of optax that is an object is taken as it is."""
+    _, state = tx.update(stats["mean"], tx.init(PARAMS), PARAMS, stats=stats)
+    return tx.update(stats["mean"], state, PARAMS, stats=stats)[0]
+
+
+CHANGES = {
+    "clip_by_global_norm": lambda tx: optax.chain(optax.clip_by_global_norm(0.01), tx),
+    "clip": lambda tx: optax.chain(optax.clip(0.01), tx),
+    "add_decayed_weights": lambda tx: optax.chain(optax.add_decayed_weights(0.1), tx),
+    "scale": lambda tx: optim.chain(optax.scale(0.9), tx),
+    "multi_steps": lambda tx: optax.MultiSteps(tx, 2),
+    "clip_in_multi_steps": lambda tx: optax.MultiSteps(optax.chain(optax.clip(0.01), tx), 2),
+    "masked": lambda tx: optax.masked(optax.chain(optax.scale(0.9), tx), {"a": True, "b": {"c": False}}),
+    "clipped": lambda tx: optim.chain(optax.scale(0.9), optim.clipped(tx, 1e-3)),
+}
+
+
+@pytest.mark.parametrize("is_jitted", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["micro_adam", "micro_adam_var", "micro_sign_sgd"])
+def test_a_changed_gradient_is_refused(name, change, is_jitted):
+    inner = OPTIMIZERS[name]()
+    run = functools.partial(two_steps, CHANGES[change](inner))
+    with refused(
+        pg.ArgumentError,
+        'stats["mean"]',
+        "pg.optim.clipped(tx, max_norm)",
+        "pg.optim.multi_steps(tx, k)",
+    ):
+        (jax.jit(run) if is_jitted else run)(statistics(inner))
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if name != "clipped"])
+@pytest.mark.parametrize("name", FROM_THE_MEAN)
+def test_a_changed_gradient_is_fine_for_those_of_the_mean_alone(name, change):
+    stats = statistics(inner := OPTIMIZERS[name]())
+    out = jax.jit(functools.partial(two_steps, CHANGES[change](inner)))(stats | {"another": 1.0})
+    wrapped = CHANGES[change](FROM_THE_MEAN[name])
+    _, state = wrapped.update(stats["mean"], wrapped.init(PARAMS), PARAMS)
+    expected, _ = wrapped.update(stats["mean"], state, PARAMS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), out, expected)
+
+
+@pytest.mark.parametrize("name", LOOK_AT_MORE)
+def test_a_gradient_handed_to_jit_beside_its_statistics(name):
+    """Two arguments of a program cannot be told apart before it runs: NaN if they differ."""
+    tx = OPTIMIZERS[name]()
+    stats, state = statistics(tx), tx.init(PARAMS)
+    expected, _ = tx.update(stats["mean"], state, PARAMS, stats=stats)
+    out, _ = jax.jit(tx.update)(stats["mean"], state, PARAMS, stats=stats)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), out, expected)
+    less = jax.tree.map(lambda g: 0.99 * g, stats["mean"])
+    out, _ = jax.jit(tx.update)(less, state, PARAMS, stats=stats)
+    assert all(jnp.all(jnp.isnan(u)) for u in jax.tree.leaves(out))
+
+
+@pytest.mark.parametrize("name", [name for name in LOOK_AT_MORE if name != "clip_examples"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_gradient_computed_apart_is_fine(name, dtype):
+    """From `jax.grad`, where the numbers can be seen; also where there is nothing but rounding."""
+    tx = OPTIMIZERS[name]()
+    params, batch = jax.tree.map(lambda x: x.astype(dtype), (PARAMS, BATCH))
+
+    def loss(p: Tree, x: Any) -> Any:
+        logits = jnp.tanh(x @ p["a"]) + p["b"]["c"][0]
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])  # which does not depend on "c"
+
+    stats = pg.grad_stats(loss, tx.stats)(params, batch)
+    updates, _ = tx.update(jax.grad(loss)(params, batch), tx.init(params), params, stats=stats)
+    assert all(jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates))
+
+
+def test_gradients_that_are_not_finite_are_not_taken_for_changed_ones():
+    tx = OPTIMIZERS["micro_adam"]()
+    for bad in (jnp.nan, jnp.inf):
+        stats = jax.tree.map(lambda x, bad=bad: x.at[0].set(bad), statistics(tx))
+        copied = jax.tree.map(jnp.copy, stats["mean"])
+        updates, _ = tx.update(copied, tx.init(PARAMS), PARAMS, stats=stats)
+        assert jnp.isfinite(updates["b"]["c"][1])
+
+
+def test_statistics_of_another_step_are_refused():
+    tx = OPTIMIZERS["micro_adam"]()
+    old, new = (statistics(tx, batch=BATCH + shift) for shift in (0, 1))
+    with refused(pg.ArgumentError, "stats=stats"):
+        tx.update(new["mean"], tx.init(PARAMS), PARAMS, stats=old)
+
+
+def test_a_mean_that_is_missing_is_named():
+    tx = OPTIMIZERS["micro_adam"]()
+    stats = statistics(tx)
+    with refused(pg.ArgumentError, "'mean'", "pg.Mean()"):
+        tx.update(stats["mean"], tx.init(PARAMS), PARAMS, stats={k: stats[k] for k in ["second_moment"]})
+
+
+# One step for several batches.
+
+SIZES = (4, 2, 4)
+WEIGHTS = jnp.asarray([1.0, 0.5, 2.5, 3.0, 0.0, 1.5, 2.0, 1.0, 1.0, 0.5])
+
+
+def in_parts(tx: Any, batch: Any, weights: Any, sizes: Any = SIZES, params: Tree = PARAMS) -> Any:
+    """The statistics of parts of a batch, and of the whole of it."""
+    stats_fn = jax.jit(pg.grad_stats(two_layers, tx.stats))
+    ends = [0, *np.cumsum(sizes)]
+    bounds = [*itertools.pairwise(ends), (0, ends[-1])]
+    *parts, whole = (
+        stats_fn(params, batch[a:b], example_weights=None if weights is None else weights[a:b])
+        for a, b in bounds
+    )
+    return parts, whole
+
+
+@every_optimizer
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+def test_several_batches_are_one_step(name, weights):
+    inner = OPTIMIZERS[name]()
+    tx = optim.multi_steps(inner, len(SIZES))
+    assert tx.stats == inner.stats | {"count": pg.Count()}
+    update = jax.jit(lambda stats, state: tx.update(stats["mean"], state, PARAMS, stats=stats))
+    state, expected_state = tx.init(PARAMS), inner.init(PARAMS)
+    for shift in (0.0, 0.5):  # two steps, so that momentum counts
+        parts, whole = in_parts(tx, BATCH + shift, weights)
+        expected, expected_state = inner.update(whole["mean"], expected_state, PARAMS, stats=whole)
+        for stats in parts[:-1]:
+            updates, state = update(stats, state)
+            jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+        updates, state = update(parts[-1], state)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-14)
+        jax.tree.map(close, updates, expected)
+        jax.tree.map(close, state.inner, expected_state)
+    assert state.mini_step == 0 and state.gradient_step == 2
+
+
+@pytest.mark.parametrize("name", ["micro_adam_var", "micro_adam_msq", "preconditioned_adam"])
+def test_batches_of_one_are_one_step(name):
+    """One example has no variance, ten of them have."""
+    inner = OPTIMIZERS[name]()
+    tx = optim.multi_steps(inner, B)
+    parts, whole = in_parts(tx, BATCH, None, (1,) * B)
+    expected, _ = inner.update(whole["mean"], inner.init(PARAMS), PARAMS, stats=whole)
+    state = tx.init(PARAMS)
+    for stats in parts:
+        updates, state = tx.update(stats["mean"], state, PARAMS, stats=stats)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), updates, expected)
+
+
+def test_padding_adds_nothing_to_several_batches():
+    tx = optim.multi_steps(inner := OPTIMIZERS["micro_adam_var"](), 3)
+    weights = jnp.array([0.0] * 4 + [1.0] * 2 + [1.0, 1.0, 0.0, 0.0])
+    parts, whole = in_parts(tx, BATCH, weights)
+    state = tx.init(PARAMS)
+    for stats in parts:
+        updates, state = tx.update(stats["mean"], state, PARAMS, stats=stats)
+    expected, _ = inner.update(whole["mean"], inner.init(PARAMS), PARAMS, stats=whole)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), updates, expected)
+
+
+def test_several_batches_in_a_scan_with_half_precision_parameters():
+    """Gradients 129 and 255 times 1: their mean is 1.5, of which sums in bfloat16 would know nothing."""
+    w, batches = jnp.bfloat16(0), jnp.ones((256, 1), jnp.bfloat16).at[0].set(129)
+    tx = optim.multi_steps(optim.StatsTransformation(*optax.sgd(1.0), {"mean": pg.Mean()}), 256)
+    stats_fn = pg.grad_stats(lambda w, x: jnp.mean(w * x), tx.stats)
+
+    def step(state: Any, x: Any) -> Any:
+        stats = stats_fn(w, x)
+        updates, state = tx.update(stats["mean"], state, w, stats=stats)
+        return state, updates
+
+    _, updates = jax.jit(lambda s: jax.lax.scan(step, s, batches))(tx.init(w))
+    assert updates.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(updates.astype(float), [0] * 255 + [-1.5])
+
+
+def test_several_batches_with_an_optimizer_of_optax():
+    tx = optim.multi_steps(optax.adam(0.1), 3)
+    assert tx.stats == {"mean": pg.Mean(), "count": pg.Count()}
+    parts, whole = in_parts(tx, BATCH, None)
+    state = tx.init(PARAMS)
+    for stats in parts:
+        updates, state = tx.update(stats["mean"], state, PARAMS, stats=stats)
+    expected, _ = optax.adam(0.1).update(whole["mean"], optax.adam(0.1).init(PARAMS), PARAMS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), updates, expected)
+
+
+def test_a_variance_of_several_batches():
+    inner = optim.StatsTransformation(
+        *optim.scale_by_preconditioner(mean_square=0.0, variance=1.0),
+        {"mean": pg.Mean(), "variance": pg.Variance(), "count": pg.Count()},
+    )
+    tx = optim.multi_steps(inner, 3)
+    parts, whole = in_parts(tx, BATCH, None)
+    state = tx.init(PARAMS)
+    for stats in parts:
+        updates, state = tx.update(stats["mean"], state, PARAMS, stats=stats)
+    expected, _ = inner.update(whole["mean"], inner.init(PARAMS), PARAMS, stats=whole)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), updates, expected)
+
+
+def test_clips_and_masks_around_several_batches():
+    clipped = optim.multi_steps(optim.clipped(optim.micro_adam(0.1), 0.01), 3)
+    by_example = optim.clip_examples(optim.multi_steps(optim.micro_adam(0.1), 3), 0.3)
+    assert by_example.stats["second_moment"] == pg.ClippedMean(0.3, phi=jnp.square)
+    for tx, inner in (
+        (clipped, optim.clipped(optim.micro_adam(0.1), 0.01)),
+        (by_example, optim.clip_examples(optim.micro_adam(0.1), 0.3)),
+    ):
+        parts, whole = in_parts(tx, BATCH, None)
+        expected, _ = inner.update(whole["mean"], inner.init(PARAMS), PARAMS, stats=whole)
+        for wrapped in (tx, optax.masked(tx, True)):
+            state = wrapped.init(PARAMS)
+            for stats in parts:
+                updates, state = wrapped.update(stats["mean"], state, PARAMS, stats=stats)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), updates, expected)
+
+
+@pytest.mark.parametrize(
+    "inner, every_k, words",
+    [
+        (optim.micro_adam(0.1), 0, ["every_k", "0"]),
+        (optim.micro_adam(0.1), 2.0, ["every_k", "2.0"]),
+        (
+            optim.StatsTransformation(*optax.sgd(0.1), {"norm": pg.Norm()}),
+            2,
+            ["Norm()", "microbatch_size"],
+        ),
+        (optim.StatsTransformation(*optax.sgd(0.1), {"gram": pg.Gram()}), 2, ["Gram()"]),
+    ],
+)
+def test_what_cannot_be_gathered(inner, every_k, words):
+    with refused(pg.ArgumentError, *words):
+        optim.multi_steps(inner, every_k)
+
+
+def test_several_batches_need_their_counts_and_the_gradient_of_their_statistics():
+    tx = optim.multi_steps(optim.micro_adam(0.1), 2)
+    stats, state = statistics(tx), tx.init(PARAMS)
+    for missing in ("count", "second_moment"):
+        with refused(pg.ArgumentError, "multi_steps", repr(missing), "pg.value_and_stats(loss"):
+            left = {name: x for name, x in stats.items() if name != missing}
+            tx.update(stats["mean"], state, PARAMS, stats=left)
+    with refused(pg.ArgumentError, "pg.optim.clipped(tx, max_norm)"):
+        optax.chain(optax.scale(0.5), tx).update(stats["mean"], (optax.ScaleState(), state), stats=stats)

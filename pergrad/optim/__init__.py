@@ -6,9 +6,11 @@
     updates, state = tx.update(stats["mean"], state, params, stats=stats)
 
 Adam's family is a plane of preconditioners (`_preconditioner`), the sign's is a choice of where to take
-it (`_sign`), and both can be clipped together with their statistics (`_clip`).
+it (`_sign`). Both can be clipped together with their statistics (`_clip`), and take one step for many
+batches (`_accumulate`).
 """
 
+from pergrad.optim._accumulate import MultiStepsState, multi_steps
 from pergrad.optim._base import StatsTransformation, chain
 from pergrad.optim._clip import clip_examples, clipped
 from pergrad.optim._preconditioner import (
@@ -25,6 +27,7 @@ from pergrad.optim._preconditioner import (
 from pergrad.optim._sign import ScaleBySignState, micro_sign_sgd, scale_by_sign, sign_ema, sign_sgd
 
 __all__ = [
+    "MultiStepsState",
     "ScaleByPreconditionerState",
     "ScaleBySignState",
     "ScaleBySquaredMomentumState",
@@ -37,6 +40,7 @@ __all__ = [
     "micro_adam_msq",
     "micro_adam_var",
     "micro_sign_sgd",
+    "multi_steps",
     "preconditioned_adam",
     "scale_by_preconditioner",
     "scale_by_sign",

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._names import VOCABULARY, Stats, missing, source
-from pergrad._statistics import Count, Per, Statistic
+from pergrad._names import asked
+from pergrad._statistics import Statistic
 
 
 class StatsTransformation(optax.GradientTransformationExtraArgs):
@@ -88,46 +87,6 @@ def chain(*transformations: optax.GradientTransformation) -> StatsTransformation
     return StatsTransformation(*optax.chain(*transformations), stats)
 
 
-def found(who: str, name: str, stats: Stats | None, updates: Any, per: Per = "example") -> Any:
-    """The statistic `name`, a tree like `updates`, of which `optax.masked` may have left a part."""
-    if stats is None or name not in stats:
-        then = (
-            "(tx.stats has all that is needed), and hand the results on:\n"
-            '    updates, state = tx.update(stats["mean"], state, params, stats=stats)'
-        )
-        raise missing(who, name, stats, source(name, per), then)
-    if isinstance(VOCABULARY[name].statistic, Count):
-        return jnp.asarray(stats[name])
-    return _aligned(who, name, stats[name], updates)
-
-
-def _aligned(who: str, name: str, result: Any, updates: Any) -> Any:
-    """`result` where `updates` has an array, and the mark of `optax.masked` where that stands."""
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
-    def one(path: Any, update: Any, x: Any) -> Any:
-        if is_masked(update):
-            return update
-        if jnp.shape(x) != jnp.shape(update):
-            raise ArgumentError(
-                f"{who}: stats[{name!r}] has the shape {jnp.shape(x)}{at(path)}, "
-                f"but the gradient has {jnp.shape(update)} there."
-            )
-        return x
-
-    try:
-        return jax.tree_util.tree_map_with_path(one, updates, result, is_leaf=is_masked)
-    except ArgumentError:
-        raise
-    except (ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(
-            f"{who}: stats[{name!r}] is not a tree like the gradients: "
-            f"{jax.tree.structure(result)}, not {jax.tree.structure(updates)}."
-        ) from error
-
-
-def at(path: Any) -> str:
-    """Where a parameter is, for a message: nothing, if it is the only one."""
-    return f" at {jax.tree_util.keystr(path)}" if path else ""
+def stats_of(inner: optax.GradientTransformation) -> dict[str, Statistic]:
+    """What an optimizer needs: the mean, if it is optax's own."""
+    return getattr(inner, "stats", asked("mean"))

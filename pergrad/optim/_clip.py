@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._names import VOCABULARY, asked
+from pergrad._names import VOCABULARY, Stats
 from pergrad._statistics import Mean, Statistic, wide
 from pergrad._whole import By, ClippedMean
-from pergrad.optim._base import StatsTransformation
+from pergrad.optim._base import StatsTransformation, stats_of
+from pergrad.optim._found import aligned, is_changed, unless
 
 Tree = Any
 
@@ -42,12 +43,12 @@ def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransfor
     ) -> tuple[Tree, Any]:
         norm = optax.tree.norm(jax.tree.map(wide, updates))  # squares of halves overflow
         c = jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1), 1)
+        scaled = _times(c, updates)
         if stats is not None:
-            known = {name: x for name, x in stats.items() if name in VOCABULARY}
-            stats = {name: _times(c ** VOCABULARY[name].degree, x) for name, x in known.items()}
-        return extra.update(_times(c, updates), state, params, stats=stats, **extra_args)
+            stats = _scaled(stats, c, updates, scaled)
+        return extra.update(scaled, state, params, stats=stats, **extra_args)
 
-    return StatsTransformation(extra.init, update, _stats_of(inner))
+    return StatsTransformation(extra.init, update, stats_of(inner))
 
 
 def clip_examples(
@@ -76,14 +77,25 @@ def clip_examples(
             )
         return ClippedMean(max_norm, by, phi=statistic.phi)
 
-    stats = {name: of_clipped(name, statistic) for name, statistic in _stats_of(inner).items()}
+    stats = {name: of_clipped(name, statistic) for name, statistic in stats_of(inner).items()}
     extra = optax.with_extra_args_support(inner)
     return StatsTransformation(extra.init, extra.update, stats)
 
 
-def _stats_of(inner: optax.GradientTransformation) -> dict[str, Statistic]:
-    """What an optimizer needs: the mean, if it is optax's own."""
-    return getattr(inner, "stats", asked("mean"))
+def _scaled(stats: Stats, c: jax.Array, updates: Tree, scaled: Tree) -> Stats:
+    """The statistics of gradients c g; their mean is `scaled`, unless `updates` was another already.
+
+    Whether that matters is for `inner` to say: it does not to an optimizer of the mean alone.
+    """
+    known = {name: x for name, x in stats.items() if name in VOCABULARY}
+    out = {name: _times(c ** VOCABULARY[name].degree, x) for name, x in known.items()}
+    if "mean" not in stats:
+        return out
+    differs = is_changed(updates, aligned("clipped", "mean", stats["mean"], updates))
+    if differs is True:
+        return out
+    others = {name: x if name == "count" else unless(differs, x) for name, x in out.items()}
+    return others | {"mean": scaled}
 
 
 def _times(c: jax.Array, tree: Tree) -> Tree:

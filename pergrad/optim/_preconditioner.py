@@ -36,7 +36,8 @@ from pergrad import _moments
 from pergrad._errors import ArgumentError
 from pergrad._names import asked
 from pergrad._statistics import Per, Statistic, accumulation_dtype, checked_per, wide
-from pergrad.optim._base import StatsTransformation, at, chain, found
+from pergrad.optim._base import StatsTransformation, chain
+from pergrad.optim._found import at, found
 
 Tree = Any
 Number = Any  # a number, or an array of one under optax.inject_hyperparams
@@ -98,8 +99,9 @@ def scale_by_preconditioner(
     weights are the same or it is Adam.
 
     Chained after something that changes the gradient, such as a clip, Adam's `nu` is that of the changed
-    gradient, as in optax; the other points take `nu` from the statistics as they are. To clip both use
-    `pergrad.optim.clipped`.
+    gradient, as in optax. The other points take `nu` from the statistics, which do not change with it: a
+    gradient that is not the mean in `stats` is refused (NaN, where only a compiled program can see it).
+    To clip both use `pergrad.optim.clipped`.
     """
     who = "scale_by_preconditioner"
     _check_weights(who, mean_square, variance)

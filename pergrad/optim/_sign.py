@@ -20,7 +20,8 @@ import optax
 
 from pergrad._errors import ArgumentError
 from pergrad._names import asked
-from pergrad.optim._base import StatsTransformation, found
+from pergrad.optim._base import StatsTransformation
+from pergrad.optim._found import found
 from pergrad.optim._preconditioner import Mask, Number, Tree, stepped
 
 Placement = Literal["examples", "mean", "momentum"]

@@ -1,0 +1,130 @@
+"""One step for the examples of several batches, with the statistics of all of them together.
+
+The means and variances of a large batch are not the averages of those of its parts, which may also have
+different sizes. `pergrad.combine` merges results exactly, so it is what is carried from call to call:
+
+    gathered = combine(gathered, statistics of this batch)          zeros of count 0 add nothing
+
+and every k-th call the optimizer steps with what has been gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from pergrad._combine import combine
+from pergrad._errors import ArgumentError
+from pergrad._names import VOCABULARY, Stats, asked, source
+from pergrad._statistics import Count, Merging, Statistic, accumulation_dtype, per_of
+from pergrad.optim._base import StatsTransformation, stats_of
+from pergrad.optim._found import of_gradient, required
+
+Tree = Any
+WHO = "multi_steps"
+
+
+class MultiStepsState(NamedTuple):
+    """`gathered` has the statistics of the last `mini_step` calls; `gradient_step` counts the steps."""
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    gathered: dict[str, Tree]
+    inner: Any
+
+
+def multi_steps(inner: optax.GradientTransformation, every_k: int) -> StatsTransformation:
+    """`inner`, which steps once in `every_k` calls, with the statistics of all their examples.
+
+    What `optax.MultiSteps` is for optimizers that look at the mean gradient alone. The batches may have
+    different sizes and weights: each counts for its examples. Updates are 0 but in every `every_k`-th
+    call, where they are those of `inner` for all examples of these calls. Beside what `inner` needs it
+    needs the `count`.
+
+    The state has one more array like the parameters for every statistic, in float32 (float64 for
+    float64 parameters). An optimizer of optax is one that needs the mean. Statistics that `pg.combine`
+    cannot merge, and those with an example axis, are refused.
+
+    Args:
+      inner: an optimizer. What optax has wrapped has no `stats`: chain with `pergrad.optim.chain`.
+      every_k: the number of calls for one step.
+
+    >>> tx = pg.optim.multi_steps(pg.optim.micro_adam(1e-3), every_k=4)
+    >>> tx.stats
+    {'mean': Mean(), 'second_moment': Mean(square), 'count': Count()}
+    """
+    if isinstance(every_k, bool) or not isinstance(every_k, int) or every_k < 1:
+        raise ArgumentError(f"{WHO}: every_k must be a whole number of at least 1, not {every_k!r}.")
+    needed = asked("mean") | stats_of(inner)
+    if Count() not in needed.values():
+        needed |= asked("count")
+    _check(needed)
+    extra = optax.with_extra_args_support(inner)
+
+    def init(params: Tree) -> MultiStepsState:
+        return MultiStepsState(
+            mini_step=jnp.zeros([], jnp.int32),
+            gradient_step=jnp.zeros([], jnp.int32),
+            gathered={name: _zeros(statistic, params) for name, statistic in needed.items()},
+            inner=extra.init(params),
+        )
+
+    def update(
+        updates: Tree, state: Any, params: Tree | None = None, *, stats: Any = None, **extra_args: Any
+    ) -> tuple[Tree, MultiStepsState]:
+        now = {name: _taken(name, needed[name], stats, updates) for name in needed}
+        gathered = optax.tree.cast_like(combine(needed, state.gathered, now), state.gathered)
+
+        def step(gathered: dict[str, Tree], inner_state: Any) -> tuple[Tree, Any]:
+            mean = optax.tree.cast_like(gathered["mean"], updates)
+            return extra.update(mean, inner_state, params, stats=gathered | {"mean": mean}, **extra_args)
+
+        def wait(gathered: dict[str, Tree], inner_state: Any) -> tuple[Tree, Any]:
+            like, _ = jax.eval_shape(step, gathered, inner_state)
+            return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), like), inner_state
+
+        is_last = state.mini_step == every_k - 1
+        out, inner_state = lax.cond(is_last, step, wait, gathered, state.inner)
+        return out, MultiStepsState(
+            mini_step=(state.mini_step + 1) % every_k,
+            gradient_step=state.gradient_step + is_last,
+            gathered=jax.tree.map(lambda x: jnp.where(is_last, jnp.zeros_like(x), x), gathered),
+            inner=inner_state,
+        )
+
+    return StatsTransformation(init, update, needed)
+
+
+def _check(needed: Mapping[str, Statistic]) -> None:
+    for name, statistic in needed.items():
+        if statistic.merging is Merging.JOINED:
+            raise ArgumentError(
+                f"{WHO}: the optimizer needs {name!r}, {statistic!r}, which has an entry for every "
+                "example and would grow from call to call. Use microbatch_size= of pg.value_and_stats "
+                "instead."
+            )
+
+
+def _zeros(statistic: Statistic, params: Tree) -> Tree:
+    """What `combine` takes for the statistic of no examples, on the devices of the parameters."""
+    if isinstance(statistic, Count):
+        return jnp.zeros([])
+    return jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=accumulation_dtype(jnp.result_type(p))), params
+    )
+
+
+def _taken(name: str, statistic: Statistic, stats: Stats | None, updates: Tree) -> Tree:
+    """This batch's statistic. The mean is the gradient that has been handed in."""
+    if name == "mean":
+        return jax.tree.map(jnp.asarray, updates)
+    text = source(name, per_of(statistic)) if name in VOCABULARY else f"pg.{statistic!r}"
+    stats = required(WHO, name, stats, text)
+    if isinstance(statistic, Count):
+        return jnp.asarray(stats[name])
+    return of_gradient(WHO, name, stats, updates)

@@ -1,0 +1,138 @@
+"""How an optimizer takes a statistic out of `stats`, and what it can notice on the way.
+
+A statistic must be there, have the parameters' tree and shapes, and belong to the gradient that the
+optimizer is given. The last fails without any other sign if a transformation in front of the optimizer
+has changed the gradient (`optax.clip_by_global_norm`, `optax.MultiSteps`): the statistics come along as
+they were. So the gradient is compared with the mean in `stats`, which it should be, leaf by leaf:
+
+    the same object                          the gradient is that of the statistics
+    numbers that can be seen                 they are compared
+    computed in the program being traced     something has changed it: refused
+    two arguments of a traced program        compared when the program runs: NaN where they differ
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from pergrad._compat import is_computed
+from pergrad._errors import ArgumentError
+from pergrad._names import VOCABULARY, Stats, missing, source
+from pergrad._statistics import Count, Per, wide
+
+Tree = Any
+
+
+def found(who: str, name: str, stats: Stats | None, updates: Tree, per: Per = "example") -> Any:
+    """The statistic `name`, a tree like `updates`, of which `optax.masked` may have left a part.
+
+    It is refused if `updates` is not the mean that it belongs to, or NaN where only the run can tell.
+    """
+    stats = required(who, name, stats, source(name, per))
+    if isinstance(VOCABULARY[name].statistic, Count):
+        return jnp.asarray(stats[name])
+    if name == "mean":
+        return aligned(who, name, stats[name], updates)
+    return of_gradient(who, name, stats, updates)
+
+
+def required(who: str, name: str, stats: Stats | None, text: str) -> Stats:
+    """`stats`, if it has the statistic `name`, which `text` makes."""
+    if stats is None or name not in stats:
+        then = (
+            "(tx.stats has all that is needed), and hand the results on:\n"
+            '    updates, state = tx.update(stats["mean"], state, params, stats=stats)'
+        )
+        raise missing(who, name, stats, text, then)
+    return stats
+
+
+def of_gradient(who: str, name: str, stats: Stats, updates: Tree) -> Tree:
+    """A statistic like the parameters that must belong to the gradient `updates`."""
+    result = aligned(who, name, stats[name], updates)
+    stats = required(who, "mean", stats, source("mean"))
+    differs = is_changed(updates, aligned(who, "mean", stats["mean"], updates))
+    if differs is True:
+        raise ArgumentError(
+            f'{who}: the gradient that update is given is not stats["mean"], but stats[{name!r}] '
+            "belongs to that. Write\n"
+            "    pg.optim.clipped(tx, max_norm)        not a clip in front of tx\n"
+            "    pg.optim.multi_steps(tx, k)           not optax.MultiSteps(tx, k)\n"
+            "    pg.optim.chain(tx, other)             not another transformation in front of tx\n"
+            '    tx.update(stats["mean"], state, params, stats=stats)   with stats of this very step\n'
+            "or, where the other statistics do belong to your gradient, such as a cast one,\n"
+            '    tx.update(gradient, state, params, stats=stats | {"mean": gradient})'
+        )
+    return unless(differs, result)
+
+
+def is_changed(updates: Tree, mean: Tree) -> bool | jax.Array:
+    """Whether a gradient is another than the mean of the same tree; an array, if only the run can tell.
+
+    Numbers differ if their distance is more than rounding explains: a part of the root of the precision
+    in the norm of all of them. Those of one parameter may be nothing but rounding.
+    """
+    leaves = list(zip(jax.tree.leaves(updates), jax.tree.leaves(mean), strict=True))
+    others = [(g, m) for g, m in leaves if g is not m]
+    if not others:
+        return False
+    if any(is_computed(g) for g, _ in others):
+        return True
+    distance = optax.tree.norm([_distance(g, m) for g, m in others])
+    allowed = optax.tree.norm([wide(m) for _, m in leaves]) * _root_of_precision(others)
+    differs = distance > allowed  # not if either is NaN: the update will be, too
+    return differs if isinstance(differs, Tracer) else bool(differs)
+
+
+def _distance(g: Any, m: Any) -> jax.Array:
+    g, m = wide(g), wide(m)
+    is_same = (g == m) | (jnp.isnan(g) & jnp.isnan(m))
+    return jnp.where(is_same, 0, g - m)
+
+
+def _root_of_precision(pairs: Any) -> float:
+    return max(float(jnp.finfo(jnp.result_type(x)).eps) for pair in pairs for x in pair) ** 0.5
+
+
+def unless(differs: bool | jax.Array, tree: Tree) -> Tree:
+    """The tree, or NaN where the run finds that its gradient is another."""
+    if differs is False:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(differs, jnp.nan, x).astype(jnp.result_type(x)), tree)
+
+
+def aligned(who: str, name: str, result: Tree, updates: Tree) -> Tree:
+    """`result` where `updates` has an array, and the mark of `optax.masked` where that stands."""
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    def one(path: Any, update: Any, x: Any) -> Any:
+        if is_masked(update):
+            return update
+        if jnp.shape(x) != jnp.shape(update):
+            raise ArgumentError(
+                f"{who}: stats[{name!r}] has the shape {jnp.shape(x)}{at(path)}, "
+                f"but the gradient has {jnp.shape(update)} there."
+            )
+        return x
+
+    try:
+        return jax.tree_util.tree_map_with_path(one, updates, result, is_leaf=is_masked)
+    except ArgumentError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(
+            f"{who}: stats[{name!r}] is not a tree like the gradients: "
+            f"{jax.tree.structure(result)}, not {jax.tree.structure(updates)}."
+        ) from error
+
+
+def at(path: Any) -> str:
+    """Where a parameter is, for a message: nothing, if it is the only one."""
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
