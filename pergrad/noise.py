@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from pergrad import _moments
 from pergrad._errors import ArgumentError
@@ -75,6 +77,7 @@ def by_layer(
             squares = {"": added_up(list(squares.values()))}
             where = None
         norms = _flat(stats["norm"], where)
+        count = _checked_count(count, next(iter(norms.values()), None), example_weights)
         mean_squares = {k: _mean(jnp.square(norms[k]), example_weights) for k in squares if k in norms}
         # At least 0 but for rounding.
         noises = {
@@ -117,7 +120,7 @@ def diversity(layers: Mapping[str, SignalNoise], count: Any) -> jax.Array:
     1 / B if all examples have the same gradient, 1 if gradients are orthogonal.
     """
     signal, noise = total(layers)
-    return (signal + noise) / (count * signal + noise)
+    return jnp.divide(signal + noise, count * signal + noise)
 
 
 def outliers(norms: jax.Array, threshold: float = 3.5) -> jax.Array:
@@ -305,7 +308,7 @@ class Monitor:
         state = monitor.init(params)
         ...
         state = monitor.update(stats, state)      # jit-able
-        print(monitor.summary(state))             # plain numbers
+        print(monitor.summary(state))             # plain numbers, for a log
 
     In the averages a batch of B examples has the weight B - 1. A batch of one example says nothing about
     noise and has the weight 0.
@@ -375,7 +378,9 @@ class Monitor:
     ) -> NoiseState:
         """The state after one more batch.
 
-        Give `example_weights` if there were any; `curvature` is what that function returned.
+        Give `example_weights` if there were any: norms know nothing of them, and a count that is not
+        their sum is refused (under `jit` it makes the state NaN). `curvature` is what that function
+        returned.
         """
         count = jnp.asarray(_get(stats, "count"), jnp.float32)
         if self.across_steps:
@@ -384,8 +389,14 @@ class Monitor:
         else:
             weight = jnp.maximum(count - 1, 0)
             layers = by_layer(stats, self.where, example_weights=example_weights)
-            if layers.keys() != state.layers.keys():
+            if "" in layers and "" not in state.layers:
                 raise ArgumentError("Monitor: ask for pg.Norm(by='leaf'), as monitor.stats does.")
+        if layers.keys() != state.layers.keys():
+            raise ArgumentError(
+                f"Monitor: stats has the parameters {', '.join(layers)}, but the state was made for "
+                f"{', '.join(state.layers)}. Make it from the parameters of the statistics:\n"
+                "    state = monitor.init(params)"
+            )
 
         def averaged(old: Any, new: Any, weight: Any = weight) -> Any:
             now = jax.tree.map(lambda x: jnp.where(weight > 0, weight * x, 0), new)
@@ -407,40 +418,47 @@ class Monitor:
             previous=stats["mean"] if self.across_steps else None,
         )
 
-    def summary(self, state: NoiseState) -> dict[str, float]:
-        """Plain numbers for a log, of all parameters and (with the path in the name) of each.
+    def summary(self, state: NoiseState, *, layers: bool = False) -> dict[str, float | None]:
+        """Plain numbers for a log: floats, and None for what is not known, as JSON has them.
 
         `signal` and `noise` are |mu|^2 and tr Sigma, `snr` the root of their ratio, `noise_scale` its
-        inverse, `noise_share` that over the size of the last batch. `critical_batch_size` is the noise
-        scale, unless `update` was given the curvature. NaN: not seen yet; infinite: no signal seen.
+        inverse, `noise_share` that over the size of the last batch. `critical_batch_size` is there if
+        `update` was given the curvature. None: nothing has been seen yet, or, for ratios, no signal.
+
+        Args:
+          state: what `update` returned.
+          layers: the same for each parameter too, under names such as `noise_scale/block/kernel`.
         """
         state = jax.device_get(state)
         if not state.weight > 0:
             state = state._replace(layers=jax.tree.map(lambda x: math.nan * x, state.layers))
-        everything = total(state.layers)
-        out = self._numbers(everything, state, "")
-        has_curvature = state.curvature.noise != 0
-        out["critical_batch_size"] = (state.curvature if has_curvature else everything).noise_scale
+        out = self._numbers(total(state.layers), state)
+        if state.curvature.noise != 0:
+            out["critical_batch_size"] = state.curvature.noise_scale
         out["diversity"] = diversity(state.layers, state.examples)
         out["outliers"] = _ratio([state.outliers])
-        if self.signs:
-            out["sign_factor"] = _ratio(state.sign_factor.values())
-            out["sign_disagreement"] = _ratio(state.sign_disagreement.values())
-        for path, layer in state.layers.items() if len(state.layers) > 1 else ():
-            out |= self._numbers(layer, state, path)
-            if self.signs:
-                out[f"sign_factor{path}"] = _ratio([state.sign_factor[path]])
-                out[f"sign_disagreement{path}"] = _ratio([state.sign_disagreement[path]])
-        return {name: float(x) for name, x in out.items()}
+        out |= self._of_signs(state, list(state.sign_factor))
+        for path, name in _slashed(list(state.layers)).items() if layers else ():
+            own = self._numbers(state.layers[path], state) | self._of_signs(state, [path])
+            out |= {f"{number}/{name}": x for number, x in own.items()}
+        return {name: float(x) if math.isfinite(x) else None for name, x in out.items()}
 
-    def _numbers(self, pair: SignalNoise, state: NoiseState, path: str) -> dict[str, Any]:
+    def _numbers(self, pair: SignalNoise, state: NoiseState) -> dict[str, Any]:
         level = 1 / state.weight if state.weight > 0 else math.nan
         return {
-            f"signal{path}": pair.signal * level,
-            f"noise{path}": pair.noise * level,
-            f"snr{path}": pair.snr,
-            f"noise_scale{path}": pair.noise_scale,
-            f"noise_share{path}": pair.noise_scale / state.examples if state.examples > 0 else math.nan,
+            "signal": pair.signal * level,
+            "noise": pair.noise * level,
+            "snr": pair.snr,
+            "noise_scale": pair.noise_scale,
+            "noise_share": pair.noise_scale / state.examples if state.examples > 0 else math.nan,
+        }
+
+    def _of_signs(self, state: NoiseState, paths: Sequence[str]) -> dict[str, Any]:
+        if not self.signs:
+            return {}
+        return {
+            "sign_factor": _ratio([state.sign_factor[path] for path in paths]),
+            "sign_disagreement": _ratio([state.sign_disagreement[path] for path in paths]),
         }
 
     def _from_two_steps(self, stats: Stats, state: NoiseState) -> dict[str, SignalNoise]:
@@ -451,7 +469,7 @@ class Monitor:
         def one(a: jax.Array, b: jax.Array) -> SignalNoise:
             return SignalNoise(jnp.sum(a * b), jnp.sum(jnp.square(a - b)) / sizes)
 
-        return {k: one(wide(g), wide(before[k])) for k, g in now.items()}
+        return {k: one(wide(g), wide(before.get(k, g))) for k, g in now.items()}
 
     def _sign_factors(self, stats: Stats) -> dict[str, tuple[jax.Array, jax.Array]]:
         if not self.signs:
@@ -498,6 +516,32 @@ def _flat(tree: Tree, where: Where | None) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     paths = {jax.tree_util.keystr(path): x for path, x in leaves}
     return {path: x for path, x in paths.items() if where is None or where(path)}
+
+
+def _checked_count(count: Any, norm: Any, example_weights: Any) -> Any:
+    """The count, if these are the weights that it is the sum of; NaN, where only the run can tell."""
+    if norm is None:
+        return count
+    own = jnp.sum(jnp.asarray(example_weights)) if example_weights is not None else len(norm)
+    differs = jnp.abs(own - count) > 1e-3 * count
+    if isinstance(differs, Tracer):
+        return jnp.where(differs, jnp.nan, count)
+    if differs:
+        raise ArgumentError(
+            f"pergrad.noise: the statistics count {float(count):g} examples, but the norms of "
+            f"{len(norm)} examples would count {float(own):g}. Norms know nothing of weights: hand on "
+            "those that the statistics were made with,\n"
+            "    stats_fn(params, batch, example_weights=w)\n"
+            "    monitor.update(stats, state, example_weights=w)"
+        )
+    return count
+
+
+def _slashed(paths: Sequence[str]) -> dict[str, str]:
+    """Names for logs: `block/0/kernel` for `['block'][0].kernel`, or the path if two had one name."""
+    names = {path: "/".join(re.findall(r"[^][.'\"]+", path)) or path for path in paths if path}
+    taken = list(names.values())
+    return {path: name if taken.count(name) == 1 else path for path, name in names.items()}
 
 
 def _mean(x: jax.Array, example_weights: Any) -> jax.Array:

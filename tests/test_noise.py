@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 
 import pergrad as pg
 from tests import oracle
+from tests.test_errors import refused
 
 noise = pg.noise
 
@@ -283,13 +284,12 @@ def monitored(monitor: Any, sizes: Any, steps: int = 3000, mu: Tree = MU) -> Any
 @pytest.mark.parametrize("sizes", [(2,), (16,), (1, 2), (1, 4, 9)])
 def test_monitor_finds_the_noise_scale(sizes):
     monitor = noise.Monitor(decay=0.9995)
-    out = monitor.summary(monitored(monitor, sizes))
+    out = monitor.summary(monitored(monitor, sizes), layers=True)
     truth = sum(NOISE.values()) / sum(SIGNAL.values())
     assert abs(out["noise_scale"] / truth - 1) < 0.15
     assert abs(out["noise"] / sum(NOISE.values()) - 1) < 0.1
     assert abs(out["signal"] / sum(SIGNAL.values()) - 1) < 0.15
-    assert abs(out["noise_scale['a']"] / (NOISE["a"] / SIGNAL["a"]) - 1) < 0.15
-    assert out["critical_batch_size"] == out["noise_scale"]
+    assert abs(out["noise_scale/a"] / (NOISE["a"] / SIGNAL["a"]) - 1) < 0.15
     np.testing.assert_allclose(out["snr"], out["noise_scale"] ** -0.5, rtol=1e-5)
     np.testing.assert_allclose(out["noise_share"], out["noise_scale"] / sizes[-1], rtol=1e-5)
 
@@ -306,11 +306,12 @@ def test_across_steps(sizes):
 def test_batches_of_one_say_nothing():
     monitor = noise.Monitor()
     out = monitor.summary(monitored(monitor, (1,), 5))
-    assert all(math.isnan(out[name]) for name in ("signal", "noise", "snr", "noise_scale", "diversity"))
+    assert all(out[name] is None for name in ("signal", "noise", "snr", "noise_scale", "diversity"))
     both = monitor.summary(monitored(monitor, (1, 4), 5))
     assert all(math.isfinite(both[name]) for name in ("signal", "noise", "diversity"))
     fresh = monitor.summary(monitor.init(PARAMS))
-    assert math.isnan(fresh["noise_scale"]) and math.isnan(fresh["outliers"])
+    assert fresh["noise_scale"] is None and fresh["outliers"] is None
+    json.dumps(fresh, allow_nan=False)
 
 
 def test_state_may_be_donated():
@@ -334,7 +335,6 @@ def test_first_step_by_hand():
         "snr": math.sqrt(1.5),
         "noise_scale": 2 / 3,
         "noise_share": 1 / 3,
-        "critical_batch_size": 2 / 3,
         "diversity": 10 / 16,
         "outliers": 0,
     }
@@ -345,18 +345,83 @@ def test_summary_is_plain_numbers():
     monitor = noise.Monitor(signs=True, where=lambda path: "a" in path)
     out = monitor.summary(monitored(monitor, (16,), 3))
     assert all(type(x) is float for x in out.values())
-    assert json.loads(json.dumps(out)) == pytest.approx(out, nan_ok=True)
-    assert not any("'b'" in name for name in out)
+    assert json.loads(json.dumps(out, allow_nan=False)) == pytest.approx(out)
     assert {"sign_factor", "sign_disagreement", "outliers", "diversity"} <= set(out)
+
+
+def test_layers_on_request_with_names_that_dashboards_group():
+    """Totals first, and of all parameters only those that `where` selects."""
+    monitor = noise.Monitor(signs=True, where=lambda path: "c" not in path)
+    params = {"params": {"Dense_0": [jnp.zeros(3)], "b": jnp.zeros(2)}, "c": jnp.zeros(1)}
+
+    def loss(p: Tree, x: Tree) -> Any:
+        return jnp.mean(x["a"] @ p["params"]["Dense_0"][0] + x["b"] @ p["params"]["b"] + p["c"][0])
+
+    stats = pg.grad_stats(loss, monitor.stats)(params, draw(jax.random.key(0), 16))
+    state = monitor.update(stats, monitor.init(params))
+    totals, out = monitor.summary(state), monitor.summary(state, layers=True)
+    assert not any("/" in name for name in totals)
+    assert list(out)[: len(totals)] == list(totals) and totals.items() <= out.items()
+    numbers = [
+        "signal",
+        "noise",
+        "snr",
+        "noise_scale",
+        "noise_share",
+        "sign_factor",
+        "sign_disagreement",
+    ]
+    names = ["params/Dense_0/0", "params/b"]
+    assert list(out)[len(totals) :] == [f"{number}/{name}" for name in names for number in numbers]
+    json.dumps(out, allow_nan=False)
+
+
+def test_two_layers_never_have_one_name():
+    params = {"a/b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}
+    monitor = noise.Monitor()
+    assert len(monitor.summary(monitor.init(params), layers=True)) == 5 * 3 + 2
+
+
+def test_no_signal_is_none():
+    """Two opposite gradients: the signal is below 0 and the noise scale would be infinite."""
+    monitor = noise.Monitor()
+    loss = lambda w, x: jnp.mean(w * x)  # noqa: E731
+    stats = pg.grad_stats(loss, monitor.stats)(jnp.ones(()), jnp.array([-1.0, 1.0]))
+    out = monitor.summary(monitor.update(stats, monitor.init(jnp.ones(()))), layers=True)
+    assert out["noise_scale"] is None and out["noise_share"] is None and out["snr"] == 0
+    json.dumps(out, allow_nan=False)
+
+
+def test_weights_that_are_forgotten_are_noticed():
+    batch, w = draw(jax.random.key(2), 8), jnp.array([1.0] * 5 + [0.0] * 3)
+    monitor = noise.Monitor()
+    stats = pg.grad_stats(linear, monitor.stats)(PARAMS, batch, example_weights=w)
+    line = "monitor.update(stats, state, example_weights=w)"
+    for wrong in (None, jnp.ones(8)):
+        with refused(pg.ArgumentError, "count 5 examples", line):
+            monitor.update(stats, monitor.init(PARAMS), example_weights=wrong)
+    state = jax.jit(monitor.update)(stats, monitor.init(PARAMS))
+    assert monitor.summary(state)["noise"] is None
+    state = jax.jit(monitor.update)(stats, monitor.init(PARAMS), example_weights=w)
+    assert monitor.summary(state)["noise"] > 0
+
+
+@pytest.mark.parametrize("across_steps", [True, False])
+def test_statistics_of_other_parameters_are_refused(across_steps):
+    monitor = noise.Monitor(across_steps=across_steps)
+    stats = pg.grad_stats(linear, monitor.stats)(PARAMS, draw(jax.random.key(0), 4))
+    state = monitor.init({"a": jnp.zeros(3), "c": jnp.zeros(2)})
+    with refused(pg.ArgumentError, "['b']", "['c']", "monitor.init(params)"):
+        monitor.update(stats, state)
 
 
 def test_signs_over_steps():
     monitor = noise.Monitor(signs=True, decay=0.99)
     weak = {k: 0.05 * v for k, v in MU.items()}
-    out = monitor.summary(monitored(monitor, (64,), 300, weak))
+    out = monitor.summary(monitored(monitor, (64,), 300, weak), layers=True)
     assert abs(out["sign_factor"] - math.sqrt(2 / math.pi)) < 0.15
     assert out["sign_disagreement"] < 0.01
-    assert {"sign_factor['a']", "sign_disagreement['b']"} <= set(out)
+    assert {"sign_factor/a", "sign_disagreement/b"} <= set(out)
 
 
 def test_from_the_statistics_of_an_optimizer():
@@ -373,6 +438,7 @@ def test_curvature_in_the_monitor():
     monitor = noise.Monitor()
     stats = pg.grad_stats(linear, monitor.stats)(PARAMS, draw(jax.random.key(0), 8))
     state = monitor.init(PARAMS)
+    assert "critical_batch_size" not in monitor.summary(monitor.update(stats, state))
     for signal, tr in ((1.0, 6.0), (3.0, 2.0)):
         state = monitor.update(stats, state, curvature=noise.SignalNoise(signal, tr))
     expected = (0.95 * 6 + 2) / (0.95 * 1 + 3)

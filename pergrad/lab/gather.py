@@ -337,8 +337,8 @@ def _noise_names(runs: Sequence[Found]) -> set[str]:
 
 
 def _layer(path: str) -> str:
-    """`['block']['kernel'].value` as `block.kernel`."""
-    return ".".join(re.findall(r"\w+", path.removesuffix(".value"))) or path
+    """`/block/kernel/value` as `block.kernel`."""
+    return ".".join(re.findall(r"\w+", path.removesuffix("/value"))) or path
 
 
 def _curves(methods: Methods, number: Callable[[Mapping[str, Any]], Any]) -> dict[str, Curve]:

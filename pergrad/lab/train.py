@@ -126,7 +126,7 @@ def train(
             row = {"step": done, **metrics, "learning_rate": rate, "examples": done * config.batch_size}
             if config.noise_every and done % config.noise_every == 0:
                 state = program.noise(state, batch)
-                row["noise"] = monitor.summary(state.noise)
+                row["noise"] = monitor.summary(state.noise, layers=True)
             is_checkpoint = done % config.checkpoint_every == 0
             is_validated = done % config.validate_every == 0 or done == config.steps
             if is_validated:
@@ -227,9 +227,7 @@ def _mean_loss(loss: Any, params: Tree, examples: Any) -> jax.Array:
 
 def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
     def of(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: plain(number) for name, number in x.items()}
-        return x if isinstance(x, int) else plain(x)
+        return x if isinstance(x, (int, dict)) else plain(x)  # the monitor's numbers are plain
 
     return {name: of(x) for name, x in row.items()}
 

@@ -9,16 +9,20 @@ _OF = {"embed": 0, "position": 0, "qkv": 1, "out": 1, "up": 2, "down": 2, "head"
 
 
 def short(path: str) -> str:
-    """`['block_0']['qkv']['kernel'].value` as `block_0.qkv`.
+    """`['block_0']['qkv']['kernel'].value`, or `/block_0/qkv/kernel/value`, as `block_0.qkv`.
 
-    >>> short("['block_0']['qkv']['kernel'].value"), short("['norm']['scale'].value")
+    >>> short("['block_0']['qkv']['kernel'].value"), short("/norm/scale/value")
     ('block_0.qkv', 'norm.scale')
     """
-    words = re.findall(r"\['([^']+)'\]", path)
+    words = _words(path)
     return ".".join(words[:-1] if words[-1] in ("kernel", "embedding") else words)
 
 
 def group(path: str) -> str:
     """Which of `GROUPS` a parameter is in."""
-    found = [_OF[word] for word in re.findall(r"\['([^']+)'\]", path) if word in _OF]
+    found = [_OF[word] for word in _words(path) if word in _OF]
     return GROUPS[found[0]] if found else "norms"
+
+
+def _words(path: str) -> list[str]:
+    return [word for word in re.findall(r"\w+", path) if word != "value"]

@@ -265,7 +265,7 @@ def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> 
 def _by_layer(noise: Noise, base: Train) -> report.Section:
     steps = _steps(noise)
     measured = next(row for by_step in noise for row in by_step.values())
-    paths = [name.removeprefix("signal") for name in measured if name.startswith("signal[")]
+    paths = [name.removeprefix("signal") for name in measured if name.startswith("signal/")]
     groups = {g: [p for p in paths if _layers.group(p) == g] for g in _layers.GROUPS}
 
     def share(by_step: Mapping[int, Any], steps: Sequence[int], own: Sequence[str]) -> float:
