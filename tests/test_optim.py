@@ -815,6 +815,7 @@ def test_a_changed_gradient_is_refused(name, change, is_jitted):
         'stats["mean"]',
         "pg.optim.clipped(tx, max_norm)",
         "pg.optim.multi_steps(tx, k)",
+        "pg.all_combine(tx.stats, stats, axis_name)",
     ):
         (jax.jit(run) if is_jitted else run)(statistics(inner))
 
@@ -1030,3 +1031,10 @@ def test_several_batches_need_their_counts_and_the_gradient_of_their_statistics(
             tx.update(stats["mean"], state, PARAMS, stats=left)
     with refused(pg.ArgumentError, "pg.optim.clipped(tx, max_norm)"):
         optax.chain(optax.scale(0.5), tx).update(stats["mean"], (optax.ScaleState(), state), stats=stats)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_a_clip_below_zero_is_refused(max_norm):
+    """It would turn every step around."""
+    with refused(pg.ArgumentError, "clipped: max_norm", repr(max_norm)):
+        optim.clipped(optim.micro_adam(0.1), max_norm)

@@ -36,6 +36,8 @@ def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransfor
     >>> tx.stats
     {'mean': Mean(), 'second_moment': Mean(square)}
     """
+    if isinstance(max_norm, (int, float)) and not max_norm >= 0:
+        raise ArgumentError(f"clipped: max_norm must be a number of at least 0, not {max_norm!r}.")
     extra = optax.with_extra_args_support(inner)
 
     def update(

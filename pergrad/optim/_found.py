@@ -61,10 +61,12 @@ def of_gradient(who: str, name: str, stats: Stats, updates: Tree) -> Tree:
         raise ArgumentError(
             f'{who}: the gradient that update is given is not stats["mean"], but stats[{name!r}] '
             "belongs to that. Write\n"
-            "    pg.optim.clipped(tx, max_norm)        not a clip in front of tx\n"
-            "    pg.optim.multi_steps(tx, k)           not optax.MultiSteps(tx, k)\n"
-            "    pg.optim.chain(tx, other)             not another transformation in front of tx\n"
-            '    tx.update(stats["mean"], state, params, stats=stats)   with stats of this very step\n'
+            "    pg.optim.clipped(tx, max_norm)                not a clip in front of tx\n"
+            "    pg.optim.multi_steps(tx, k)                   not optax.MultiSteps(tx, k)\n"
+            "    pg.optim.chain(tx, other)                     not what changes the gradient, then tx\n"
+            "    pg.all_combine(tx.stats, stats, axis_name)    not lax.pmean of the gradient alone\n"
+            "and hand on the statistics of this very step,\n"
+            '    tx.update(stats["mean"], state, params, stats=stats)\n'
             "or, where the other statistics do belong to your gradient, such as a cast one,\n"
             '    tx.update(gradient, state, params, stats=stats | {"mean": gradient})'
         )
