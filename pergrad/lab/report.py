@@ -163,8 +163,9 @@ def _is_code(paragraph: str) -> bool:
 def _figure(figure: Figure, number: int, png: bytes) -> str:
     image = base64.b64encode(png).decode()
     alt = escape(f"{figure.title}. {figure.caption}")
+    picture = f'<img alt="{alt}" src="data:image/png;base64,{image}">'
     return (
-        f'<figure><img alt="{alt}" src="data:image/png;base64,{image}">'
+        f'<figure><div class="wide" tabindex="0">{picture}</div>'
         f"<figcaption><b>Figure {number}.</b> {escape(figure.caption)}</figcaption></figure>"
     )
 
@@ -175,7 +176,7 @@ def _table(table: Table) -> str:
 
     def row(cells: Sequence[str], tag: str) -> str:
         classes = (' class="number"' if right else "" for right in of_numbers)
-        tags = (f"<{tag}{c}>{escape(cell)}</{tag}>" for c, cell in zip(classes, cells, strict=True))
+        tags = (f"<{tag}{c}>{_cell(cell)}</{tag}>" for c, cell in zip(classes, cells, strict=True))
         return f"<tr>{''.join(tags)}</tr>"
 
     caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
@@ -183,13 +184,18 @@ def _table(table: Table) -> str:
     return _scrolling(f"{caption}<thead>{row(table.header, 'th')}</thead><tbody>{body}</tbody>")
 
 
+def _cell(text: str) -> str:
+    """Long names, such as block_0.attention_norm.bias, may be broken after their dots."""
+    return re.sub(r"(?<=[^\W\d])([._/])(?=\w)", r"\1<wbr>", escape(text))
+
+
 def _is_number(cell: str) -> bool:
     """A number, perhaps with something behind it, or a word in its place."""
     return re.match(r"[-+−]?\.?\d|([-–]|diverged|nan|-?inf|)$", cell) is not None
 
 
-def _scrolling(inside: str) -> str:
-    return f'<div class="wide" tabindex="0"><table>{inside}</table></div>'
+def _scrolling(inside: str, kind: str = "numbers") -> str:
+    return f'<div class="wide" tabindex="0"><table class="{kind}">{inside}</table></div>'
 
 
 def _verdicts(verdicts: Sequence[Verdict]) -> str:
@@ -199,7 +205,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> str:
         for v, (kind, sign) in ((v, _SIGNS[v.answer]) for v in verdicts)
     )
     head = "<thead><tr><th>Answer</th><th>Claim</th><th>Why</th></tr></thead>"
-    return _scrolling(f"{head}<tbody>{''.join(rows)}</tbody>")
+    return _scrolling(f"{head}<tbody>{''.join(rows)}</tbody>", "answers")
 
 
 def _flat(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str]]:
@@ -228,41 +234,57 @@ _FRAME = """<!DOCTYPE html>
 </html>
 """
 
+# Figures are drawn on white. In the dark their lightness is turned round, which keeps the hues, and
+# black, added to the ground as light, is the ground. What is wider than the page scrolls by itself, with
+# a shadow at the side where it goes on.
 _CSS = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --soft: #5b6169; --line: #d9dce0;
-  --code: #f3f4f6; --link: #0b5cad; --yes: #00674b; --no: #a63c00; --open: #4d535b; }
+  --code: #f3f4f6; --link: #0b5cad; --yes: #00674b; --no: #a63c00; --open: #4d535b; --shade: #0003; }
 @media screen and (prefers-color-scheme: dark) { :root {
-  --ground: #16181b; --ink: #e6e7e9; --soft: #a3a9b1; --line: #3a3f46;
+  --ground: #16181b; --ink: #e6e7e9; --soft: #a3a9b1; --line: #3a3f46; --shade: #fff3;
   --code: #22262b; --link: #7cb8f5; --yes: #4cd3a5; --no: #ff9a62; --open: #c3c8ce; } }
+html { background: var(--ground); }
 body { font: 1rem/1.55 system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; color: var(--ink);
-  background: var(--ground); max-width: 54rem; margin: 2.5rem auto 5rem; padding: 0 1.2rem;
-  overflow-wrap: break-word; }
+  max-width: 54rem; margin: 2.5rem auto 5rem; padding: 0 1.2rem; overflow-wrap: break-word; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 1.2rem; }
 h2 { font-size: 1.3rem; line-height: 1.3; margin: 2.6rem 0 .6rem; }
 p { margin: .6rem 0; max-width: 44rem; }
 a { color: var(--link); }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1rem 1.2rem; margin: 0; }
 dt { color: var(--soft); margin: .6rem 0; } dd { margin: 0; }
-@media (max-width: 36rem) { dl { display: block; } dt { margin-bottom: -.6rem; } }
 pre { font: .875rem/1.45 ui-monospace, Menlo, Consolas, monospace; background: var(--code);
   padding: .6rem .8rem; border-radius: .4rem; overflow-x: auto; margin: .6rem 0; }
 nav ol { padding-left: 1.3rem; columns: 20rem; }
-.wide { overflow-x: auto; margin: 1.2rem 0; }
+.wide { overflow-x: auto; margin: 1.2rem 0; background:
+  linear-gradient(to right, var(--ground) 1rem, transparent) left / 2rem 100% no-repeat local,
+  linear-gradient(to left, var(--ground) 1rem, transparent) right / 2rem 100% no-repeat local,
+  linear-gradient(to right, var(--shade), transparent) left / .7rem 100% no-repeat scroll,
+  linear-gradient(to left, var(--shade), transparent) right / .7rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: .9375rem; font-variant-numeric: tabular-nums;
   min-width: 50%; }
 caption { text-align: left; font-weight: 600; padding: .2rem 0 .4rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0;
   border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; border-bottom-width: 2px; }
-td { overflow-wrap: normal; white-space: pre-line; }
-.number { text-align: right; white-space: nowrap; }
+td { white-space: pre-line; overflow-wrap: anywhere; min-width: 7em; }
+.number { text-align: right; white-space: nowrap; min-width: 0; overflow-wrap: normal; }
 .answer { font-weight: 600; white-space: nowrap; padding: .1rem .5rem;
   border: 1.5px solid; border-radius: 1rem; }
 .yes { color: var(--yes); } .no { color: var(--no); } .open { color: var(--open); border-style: dashed; }
 figure { margin: 1.6rem 0; }
-figure img { width: 100%; height: auto; background: #fff; border-radius: .4rem; }
+figure .wide { margin: 0 0 .4rem; }
+figure img { width: 100%; height: auto; display: block; mix-blend-mode: multiply; }
+@media screen and (prefers-color-scheme: dark) {
+  figure img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; } }
 figcaption { color: var(--soft); font-size: .9375rem; max-width: 44rem; }
+@media (max-width: 36rem) { dl { display: block; } dt { margin-bottom: -.6rem; }
+  table { font-size: .8125rem; } th, td { padding-right: .6rem; }
+  .number { white-space: normal; } figure img { width: 36rem; }
+  .answers thead { display: none; } .answers tr { display: block; padding: .5rem 0;
+    border-bottom: 1px solid var(--line); }
+  .answers td { display: block; border: 0; padding: .15rem 0; font-size: .9375rem; } }
 @media print { body { max-width: none; margin: 0; font-size: 10pt; } nav { display: none; }
-  .wide { overflow: visible; } figure, tr { break-inside: avoid; } h2, caption { break-after: avoid; }
+  .wide { overflow: visible; background: none; } figure img { width: 100%; }
+  figure, tr { break-inside: avoid; } h2, caption { break-after: avoid; }
   pre { white-space: pre-wrap; } .number { white-space: normal; } }
 """
