@@ -105,7 +105,7 @@ def _texts(sheet: Sheet) -> list[Text]:
     for axis in sheet.findobj(Axis):
         assert isinstance(axis, Axis)
         low, high = sorted(axis.get_view_interval())
-        slack = 1e-6 * (high - low)
+        slack = 1e-6 * min(high - low, abs(low))  # little also where logarithms are drawn
         for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
             if not low - slack <= tick.get_loc() <= high + slack:
                 hidden |= {tick.label1, tick.label2}

@@ -16,7 +16,7 @@ import pytest
 from pergrad.lab import figures
 from pergrad.lab.decide import compare, estimate
 from pergrad.lab.errors import LabError
-from pergrad.lab.report import Figure, Page, Section, Table, write
+from pergrad.lab.report import Figure, Page, Section, Table, settings, write
 from tests.pages import ROOT
 from tests.test_lab_figures import DRAWINGS
 
@@ -196,6 +196,18 @@ def test_columns_of_numbers(tmp_path):
     parsed = read(write(page, tmp_path))
     assert [cell.get("class") for cell in parsed.named("td")[:6]] == [None, "number", None] * 2
     assert [cell.get("class") for cell in parsed.named("th")[:3]] == [None, "number", None]
+
+
+def test_settings_that_all_share_are_told_once():
+    one = {"steps": 5, "model": {"width": 64, "layers": 2}}
+    other = {"steps": 5, "model": {"width": 32, "layers": 2}}
+    shared = {"steps": "5", "model.layers": "2"}
+    assert settings({"a": one, "b": other}) == {
+        "all methods": shared,
+        "a": {"model.width": "64"},
+        "b": {"model.width": "32"},
+    }
+    assert settings({"a": one}) == {"all methods": shared | {"model.width": "64"}}
 
 
 def test_an_empty_page(tmp_path):

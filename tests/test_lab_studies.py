@@ -21,7 +21,7 @@ from pergrad.lab.runs import directory
 from pergrad.lab.studies import STUDIES, Lab, _layers, adam, clipping, plane, scaling, sign, snr, write
 from pergrad.lab.sweep import run_all
 from pergrad.lab.train import make_problem, parameters
-from tests import labs, pages, sheets
+from tests import chromium, labs, pages, sheets
 
 TINY = Model(layers=1, width=8, heads=2, context=8)
 
@@ -104,6 +104,12 @@ def test_study(name: StudyName, ran):
     assert {row["seed"] for row in rows if "seed" in row} == {0, 1, 2}
     assert all(math.isfinite(run["test_loss"]) for _, run, _, _ in told if not run["diverged"])
     assert told and len({config for config, *_ in told}) == len(told)
+
+
+def test_pages_in_a_browser(ran):
+    with chromium.browser() as browser:
+        for name in CLAIMS:
+            chromium.check(browser, ran(name).out / "report.html")
 
 
 def test_names_and_presets():

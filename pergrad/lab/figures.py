@@ -147,7 +147,8 @@ def loss_against_rate(
     which the loss is so high that it would flatten all others: its number.
     """
     known = [e for at in by_method.values() for e in at.values() if _has_mean(e)]
-    seen = sheet.limits(*columns(known)) or (0.0, 1.0)
+    usual = float(np.median([e.mean for e in known])) if known else math.nan
+    seen = sheet.limits(*columns(known), usual=usual) or (0.0, 1.0)
     fits = {
         name: {rate: at[rate] for rate in sorted(at) if seen[0] <= at[rate].mean <= seen[1]}
         for name, at in by_method.items()

@@ -56,7 +56,7 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
         config={
             "seeds": sorted(next(iter(tuned.values())).reported),
             "versions": versions(),
-            "methods": {name: to_json(own.method) for name, own in tuned.items()},
+            **report.settings({name: to_json(own.method) for name, own in tuned.items()}),
         },
     )
 
@@ -64,7 +64,10 @@ def page(tuned: Mapping[str, Tuned], root: Path, *, title: str, command: str) ->
 def count(tuned: Mapping[str, Tuned]) -> str:
     """How many runs there were, in words."""
     seeds = max(len(own.reported) for own in tuned.values())
-    return f"{len(rows(tuned))} runs, {seeds} seeds."
+    return (
+        f"{len(rows(tuned))} training runs. At the learning rate that was chosen for it, each method "
+        f"ran with {seeds} seed{'s' * (seeds > 1)}."
+    )
 
 
 def configs(tuned: Mapping[str, Tuned]) -> set[Train]:
@@ -97,12 +100,13 @@ def tuning(tuned: Mapping[str, Tuned], title: str = "Learning rates") -> report.
     by_rate = {name: _by_rate(own) for name, own in tuned.items()}
     return report.Section(
         title,
-        "A method has the learning rate with the lowest mean loss on one half of the validation data. "
-        + _edges(tuned),
+        "Each method was given the learning rate with the lowest mean loss on one half of the "
+        "validation data. " + _edges(tuned),
         figures=[
             report.Figure(
                 "Final loss against learning rate",
-                "On the half of the validation data that chooses, with the seeds that choose.",
+                "Lower is better. The losses are those on the half of the validation data that chooses "
+                "the learning rate, with the seeds that choose it.",
                 lambda fig: figures.loss_against_rate(fig, by_rate, names=list(tuned)),
             )
         ],
@@ -120,17 +124,21 @@ def at_best(
     }
     return report.Section(
         "Each at its best",
-        "Losses on the other half of the validation data, which chose nothing.",
+        "Each method runs at the learning rate that suits it best. One half of the validation data "
+        "chose that rate; the losses here are those on the other half, which chose nothing. One method "
+        "ends below another if its loss at the end of training is lower.",
         figures=[
             report.Figure(
                 "Final loss of each method",
-                "At its own best learning rate.",
+                "The loss at the end of training; lower is better.",
                 lambda fig: figures.bars_with_intervals(fig, best, names=names),
             ),
             report.Figure(
                 "Training loss",
-                "At the best learning rate, over examples seen.",
-                lambda fig: figures.lines_with_bands(fig, curves, "examples seen", "loss", names=names),
+                "Each point is the mean over a twentieth of the steps, and over the seeds.",
+                lambda fig: figures.lines_with_bands(
+                    fig, curves, "examples seen", "training loss (nats)", names=names
+                ),
             ),
         ],
         tables=[_table(tuned, best)],
@@ -150,8 +158,11 @@ def _by_rate(own: Tuned) -> dict[float, decide.Estimate]:
 def _edges(tuned: Mapping[str, Tuned]) -> str:
     left = [name for name, own in tuned.items() if own.is_on_edge]
     if not left:
-        return "No best value sits on the edge of its grid."
-    return f"On the edge of its grid, so perhaps not at its best: {', '.join(left)}."
+        return "No chosen learning rate is the smallest or the largest that was tried."
+    return (
+        "For these methods it is the smallest or the largest that was tried, so another may suit them "
+        f"better: {'; '.join(left)}."
+    )
 
 
 def _table(tuned: Mapping[str, Tuned], best: Mapping[str, decide.Estimate]) -> report.Table:
@@ -162,7 +173,9 @@ def _table(tuned: Mapping[str, Tuned], best: Mapping[str, decide.Estimate]) -> r
         rows.append(
             [name, f"{own.method.learning_rate:g}", str(best[name]), f"{diverged} of {len(runs)}"]
         )
-    return report.Table("Methods", ["method", "learning rate", "final loss", "runs that diverged"], rows)
+    return report.Table(
+        "Methods", ["method", "learning rate", "final loss (nats)", "runs that diverged"], rows
+    )
 
 
 def chosen(own: Tuned, root: Path) -> list[Path]:

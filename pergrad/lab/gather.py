@@ -191,25 +191,32 @@ def page(methods: Methods, *, command: str) -> report.Page:
     sections = [_losses(methods), _training(methods), *_noise(methods), _listed(methods)]
     return report.Page(
         title="A report of runs",
-        question=f"How did these go: {'; '.join(methods)}?",
+        question=f"How did the runs of {_methods(len(methods))} go: {'; '.join(methods)}?",
         claim="None was made beforehand: the runs were there before this page asked.",
-        ran=f"{len(runs)} runs of {len(methods)} method{'s' * (len(methods) > 1)}, {done} of them done. "
-        "This page tuned nothing: where a method is lower, its learning rate may only suit it better."
+        ran=f"{len(runs)} runs of {_methods(len(methods))}; {done} of the runs are done. This page "
+        "tuned nothing: where the loss of a method is lower, the reason may be that its learning rate "
+        "suits it better."
         f"\n\n    {command}",
         sections=sections,
         config={
             "page made with": versions(),
-            "methods": {
-                name: {
-                    **configs.to_json(own[0].config),
-                    "seed": ", ".join(str(run.config.seed) for run in own),
-                    "data digest": own[0].digest,
-                    "made with": own[0].versions,
+            **report.settings(
+                {
+                    name: {
+                        **configs.to_json(own[0].config),
+                        "seed": ", ".join(str(run.config.seed) for run in own),
+                        "data digest": own[0].digest,
+                        "made with": own[0].versions,
+                    }
+                    for name, own in methods.items()
                 }
-                for name, own in methods.items()
-            },
+            ),
         },
     )
+
+
+def _methods(count: int) -> str:
+    return f"{count} methods" if count > 1 else "one method"
 
 
 def _losses(methods: Methods) -> report.Section:
@@ -217,21 +224,35 @@ def _losses(methods: Methods) -> report.Section:
     estimates = {name: decide.estimate(list(by.values())) for name, by in final.items() if by}
     verdicts, said = _verdicts(methods)
     rows = [
-        [name, f"{len(final[name])} of {len(own)}", str(estimates.get(name, "-"))]
+        [
+            name,
+            f"{len(final[name])} of {len(own)}",
+            str(estimates.get(name, "-")),
+            _examples(own[0].config),
+        ]
         for name, own in methods.items()
     ]
     drawn = report.Figure(
         "Final loss of each method",
-        "On the test half of the validation data, over the runs that are done.",
+        "The loss at the end of training, over the runs that are done; lower is better.",
         lambda fig: figures.bars_with_intervals(fig, estimates, names=list(methods)),
     )
     return report.Section(
         "Final losses",
-        f"Losses on the test half of the validation data, of runs that are done. {said}",
+        "The losses are those on the test half of the validation data, of the runs that are done. One "
+        f"method ends below another if its loss is lower. {said}",
         figures=[drawn] if estimates else [],
-        tables=[report.Table("Methods", ["method", "runs done", "final loss"], rows)],
+        tables=[
+            report.Table(
+                "Methods", ["method", "runs done", "final loss (nats)", "examples in a run"], rows
+            )
+        ],
         verdicts=verdicts,
     )
+
+
+def _examples(config: Train) -> str:
+    return str(config.steps * config.batch_size)
 
 
 def _final(runs: Sequence[Found]) -> dict[int, float]:
@@ -249,8 +270,8 @@ def _verdicts(methods: Methods) -> tuple[list[decide.Verdict], str]:
     pairs = [(name, first) for first, *others in alike.values() for name in others]
     compared = {name for pair in pairs for name in pair}
     left = [name for name in methods if name not in compared]
-    said = f"Compared with no other: {'; '.join(left)}. " if left else ""
-    said += "Methods are compared if they have the same data and the same seeds, and all runs are done."
+    said = "Methods are compared if they have the same data and the same seeds, and all runs are done."
+    said += f" Compared with no other: {'; '.join(left)}." if left else ""
     level = decide.level_of_each(max(1, len(pairs)))
     verdicts = [
         decide.compare(
@@ -386,8 +407,9 @@ def _listed(methods: Methods) -> report.Section:
             steps = f"{len(run.rows)} of {run.config.steps}"
             shown = "-" if loss is None else f"{loss:.4g}"
             rows.append([name, str(run.config.seed), steps, _state(run), shown, str(run.path)])
-    header = ["method", "seed", "steps", "state", "final loss", "directory"]
-    return report.Section("Runs", "", tables=[report.Table("All runs", header, rows)])
+    header = ["method", "seed", "steps", "state", "final loss (nats)", "directory"]
+    text = "Every run, how far it has come, and where its files are."
+    return report.Section("Runs", text, tables=[report.Table("All runs", header, rows)])
 
 
 def _state(run: Found) -> str:

@@ -127,14 +127,17 @@ def _html(page: Page, pictures: Sequence[bytes]) -> str:
     if verdicts:
         counts = Counter(verdict.answer for verdict in verdicts)
         said = ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS if counts[answer])
-        parts += [f"<section><h2>Answers</h2><p>{escape(said)}.</p>{_verdicts(verdicts)}</section>"]
+        parts += [f"<section><h2>Answers</h2><p>{escape(f'{said}. {_MEANING}')}</p>"]
+        parts += [f"{_verdicts(verdicts)}</section>"]
     if len(page.sections) > 1:
         links = (f'<li><a href="#s{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections))
         parts += [f"<nav><ol>{''.join(links)}</ol></nav>"]
     numbered = enumerate(pictures, 1)
     parts += [_section(f"s{i}", section, numbered) for i, section in enumerate(page.sections)]
     config = Table("", ["setting", "value"], list(_flat(page.config)))
-    files = "<p>The figures lie beside this page too, in figures/, as PNG and SVG.</p>" * bool(pictures)
+    files = "<p>The directory figures/ beside this page has its figures, as PNG and SVG.</p>" * bool(
+        pictures
+    )
     parts += [f"<section><h2>To run it again</h2>{_table(config)}{files}</section>"]
     return _FRAME.format(title=title, style=_CSS, body="\n".join(parts))
 
@@ -208,6 +211,15 @@ def _verdicts(verdicts: Sequence[Verdict]) -> str:
     return _scrolling(f"{head}<tbody>{''.join(rows)}</tbody>", "answers")
 
 
+def settings(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """For `Page.config`: what all methods share, once, and of each method only what differs."""
+    flat = {name: dict(_flat(config)) for name, config in methods.items()}
+    first = next(iter(flat.values()))
+    shared = {key: x for key, x in first.items() if all(own.get(key) == x for own in flat.values())}
+    differ = {name: {k: x for k, x in own.items() if k not in shared} for name, own in flat.items()}
+    return {"all methods": shared} | {name: own for name, own in differ.items() if own}
+
+
 def _flat(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -216,6 +228,11 @@ def _flat(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, st
             yield f"{inside}{key}", str(value)
 
 
+_MEANING = (
+    "A claim is supported if the whole interval of the difference is where the claim says, and "
+    "contradicted if the whole interval is where the claim says it is not. Otherwise it is not shown: "
+    "these runs do not tell."
+)
 _SIGNS = {SUPPORTED: ("yes", "✓"), CONTRADICTED: ("no", "✗"), NOT_SHOWN: ("open", "?")}
 
 _FRAME = """<!DOCTYPE html>

@@ -105,7 +105,8 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         methods, {name: preset.rates[name.removesuffix(CLIPPED)] for name in methods}, preset
     )
     return Outcome(
-        f"{findings.count(tuned)} {preset.base.steps} steps of {preset.base.batch_size} examples. "
+        f"{findings.count(tuned)} A run takes {preset.base.steps} steps of {preset.base.batch_size} "
+        "examples. "
         f"Clipped: the mean gradient to a norm of at most {CLIP:g}, and its statistics with it. Capped: "
         f"no coordinate moves by more than {CAP:g} times the learning rate in a step.",
         [

@@ -101,10 +101,10 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     }
     tuned = tune({name: methods[name][norm] for name, norm in best.items()}, preset.seeds)
     return Outcome(
-        f"{len(findings.configs(every) | findings.configs(tuned))} runs, {preset.seeds} seeds. "
-        f"{preset.base.steps} steps of {preset.base.batch_size} examples. Norms were chosen together "
-        f"with learning rates, of the batch's gradient from {_listed(preset.batch_norms)}, of an "
-        f"example's from {_listed(preset.example_norms)}.",
+        f"{len(findings.configs(every) | findings.configs(tuned))} training runs, with {preset.seeds} "
+        f"seeds. A run takes {preset.base.steps} steps of {preset.base.batch_size} examples. Norms were "
+        f"chosen together with learning rates, of the batch's gradient from "
+        f"{_listed(preset.batch_norms)}, of an example's from {_listed(preset.example_norms)}.",
         [
             findings.at_best(tuned, lab.runs, findings.compare(tuned, CLAIMS)),
             _over_the_run(preset, tuned, lab),
@@ -153,14 +153,14 @@ def _over_the_run(preset: Preset, tuned: Mapping[str, sweep.Tuned], lab: Lab) ->
         figures=[
             report.Figure(
                 "Training loss less that without clipping",
-                "Paired by seeds; below 0 clipping is ahead.",
+                "The difference of runs with the same seed. Below 0, the run that clips is ahead.",
                 lambda fig: figures.lines_with_bands(
-                    fig, gains, "examples seen", "difference of training losses", names=names
+                    fig, gains, "examples seen", "difference of training losses (nats)", names=names
                 ),
             ),
             report.Figure(
                 "Norm of the mean gradient",
-                "Averaged over a twentieth of the run.",
+                "Each point is the mean over a twentieth of the steps, and over the seeds.",
                 lambda fig: figures.lines_with_bands(fig, norms, "examples seen", "norm", names=names),
             ),
         ],

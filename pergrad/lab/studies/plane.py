@@ -110,7 +110,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     ]
     verdicts = findings.compare(tuned, claims)
     return Outcome(
-        f"{findings.count(tuned)} {preset.examples} examples in batches of "
+        f"{findings.count(tuned)} A run sees {preset.examples} examples, in batches of "
         f"{', '.join(map(str, preset.batch_sizes))}. No coordinate moves by more than {CAP:g} times the "
         "learning rate in a step, for any point: where b < a / B the estimate of a mu^2 + b sigma^2 "
         "may be negative, and without a cap such runs can diverge (see the study adam).",
@@ -181,7 +181,7 @@ def _map(
             np.array(values),
             "b, the weight of sigma^2",
             "a, the weight of mu^2",
-            label="final loss, mean over seeds",
+            label="final loss (nats), mean over seeds",
             marks=marks,
             ticks=([_fraction(b) for b in preset.b], [_fraction(a) for a in preset.a]),
             missing="diverged, or nothing to divide by (a = b = 0)",
@@ -199,7 +199,7 @@ def _map(
         figures=[
             report.Figure(
                 f"Batches of {size}",
-                f"Final loss over the plane, {preset.examples} examples in batches of {size}.",
+                f"Final loss at each point of the plane, with batches of {size}; darker is better.",
                 functools.partial(draw, size),
             )
             for size in preset.batch_sizes

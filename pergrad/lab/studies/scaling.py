@@ -124,10 +124,10 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         for (rule, size, seed), config in runs.items()
     ]
     return Outcome(
-        f"{len({*results, *findings.configs(tuned)})} runs, {preset.seeds} seeds. The learning rate was "
-        f"tuned at batch {home}. Every run sees {preset.examples} examples, in batches of "
-        f"{min(preset.batch_sizes)} to {max(preset.batch_sizes)}. Only the learning rate follows the "
-        "rule: the decays of the averages stay as they are.",
+        f"{len({*results, *findings.configs(tuned)})} training runs, with {preset.seeds} seeds. The "
+        f"learning rate was tuned at batch {home}. Every run sees {preset.examples} examples, in "
+        f"batches of {min(preset.batch_sizes)} to {max(preset.batch_sizes)}. Only the learning rate "
+        "follows the rule: the decays of the averages stay as they are.",
         [
             _final(losses, home, noise_scale),
             _curves(curves),
@@ -276,9 +276,10 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
         figures=[
             report.Figure(
                 "Final loss against batch size",
-                "Intervals over seeds; upright, the measured noise scale.",
+                "The loss at the end of training, mean over seeds; lower is better. Upright lines: the "
+                "measured noise scale.",
                 lambda fig: figures.lines_with_bands(
-                    fig, curves, "batch size", "final loss", logx=True, lines=lines
+                    fig, curves, "batch size (examples)", "final loss (nats)", logx=True, lines=lines
                 ),
             )
         ],
@@ -300,7 +301,7 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
 
 def _curves(curves: Mapping[str, Mapping[str, findings.Curve]]) -> report.Section:
     def draw(rule: str, fig: Sheet) -> None:
-        figures.lines_with_bands(fig, curves[rule], "examples seen", "training loss")
+        figures.lines_with_bands(fig, curves[rule], "examples seen", "training loss (nats)")
 
     return report.Section(
         "Loss over examples seen",
@@ -308,7 +309,7 @@ def _curves(curves: Mapping[str, Mapping[str, findings.Curve]]) -> report.Sectio
         figures=[
             report.Figure(
                 f"Training loss, {rule} rule",
-                f"The learning rate of each batch size by the {rule} rule.",
+                f"The learning rate of each batch size follows the {rule} rule.",
                 functools.partial(draw, rule),
             )
             for rule in curves

@@ -103,9 +103,9 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     if looks:  # unless all of those runs diverged before the first look
         sections += [_kept(preset, looks), _disagreement(looks)]
     return Outcome(
-        f"{findings.count(tuned)} {preset.base.steps} steps of {preset.base.batch_size} examples. Signs "
-        f"were looked at in {preset.looked_seeds} more runs of {LATE}, {preset.looks} times each, with "
-        f"{preset.examples} examples.",
+        f"{findings.count(tuned)} A run takes {preset.base.steps} steps of {preset.base.batch_size} "
+        f"examples. Signs were looked at in {preset.looked_seeds} more runs of {LATE}, {preset.looks} "
+        f"times each, with {preset.examples} examples.",
         sections,
         [*findings.rows(tuned), *looks],
     )
@@ -220,7 +220,8 @@ def _kept(preset: Preset, looks: list[dict[str, Any]]) -> report.Section:
         figures=[
             report.Figure(
                 "Signal-to-noise ratio of one example, by group of layers",
-                "Of gradients and of their signs, with intervals over seeds.",
+                "The size of the mean gradient, divided by the spread of one example's gradient around "
+                "it, before and after signs are taken. The scale is logarithmic.",
                 lambda fig: figures.bars_with_intervals(
                     fig,
                     bars,
@@ -231,14 +232,20 @@ def _kept(preset: Preset, looks: list[dict[str, Any]]) -> report.Section:
             ),
             report.Figure(
                 "Signal-to-noise ratio over training",
-                "Of the whole gradient and of its signs.",
+                "The same ratio for all parameters together, at the steps that were looked at.",
                 lambda fig: figures.lines_with_bands(fig, curves, "step", "signal-to-noise ratio"),
             ),
         ],
         tables=[
             report.Table(
                 "Layers",
-                ["layer", "gradients", "signs", "kept", "expected of a coordinate"],
+                [
+                    "layer",
+                    "ratio of gradients",
+                    "ratio of signs",
+                    "part kept",
+                    "expected of a coordinate",
+                ],
                 rows,
             )
         ],
@@ -295,7 +302,12 @@ def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
         tables=[
             report.Table(
                 "Coordinates, over all steps and seeds looked at",
-                ["group", "sure", "of them with different signs", "share of all such coordinates"],
+                [
+                    "group",
+                    "sure coordinates",
+                    "of them with different signs",
+                    "share of all such coordinates",
+                ],
                 rows,
             )
         ],

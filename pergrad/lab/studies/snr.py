@@ -249,8 +249,11 @@ def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> 
         figures=[
             report.Figure(
                 "Batch sizes over training",
-                "Intervals over seeds; without points where a seed sees no signal or no curvature.",
-                lambda fig: figures.lines_with_bands(fig, curves, "step", "examples", logy=True),
+                "Geometric means over seeds. A step at which some seed sees no signal, or no curvature, "
+                "has no point.",
+                lambda fig: figures.lines_with_bands(
+                    fig, curves, "step", "batch size (examples)", logy=True
+                ),
             )
         ],
         tables=[
@@ -294,7 +297,7 @@ def _by_layer(noise: Noise, base: Train) -> report.Section:
         figures=[
             report.Figure(
                 "Noise share over training, by group of layers",
-                "Intervals over seeds.",
+                "Geometric means over seeds. Above 1, noise is the larger part.",
                 lambda fig: figures.lines_with_bands(
                     fig, curves, "step", "(sigma^2 / B) / mu^2", logy=True
                 ),
