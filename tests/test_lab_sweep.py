@@ -108,6 +108,15 @@ def test_a_sweep_of_nothing(wrong, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ") and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("one", ["--optimizer=adam", "--learning-rate=0.1", "--seed=1"])
+def test_what_a_sweep_takes_several_of(one, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["sweep", f"--out={tmp_path}", one])
+    assert exit.value.code == 2
+    name = one.partition("=")[0]
+    assert re.search(rf"Unrecognized.*{name}\b.*meant.*{name}s", capsys.readouterr().err, re.DOTALL)
+
+
 def test_several_processes(tmp_path):
     text = labs.write_text(tmp_path / "text")
     model = Model(layers=1, width=16, heads=2, context=16)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from pergrad.lab import cli, runs
+import pergrad as pg
+from pergrad.lab import cli, events, runs
 from pergrad.lab.config import Model, OptimizerName, Train, differences, from_json, to_json
 from pergrad.lab.errors import LabError
 from pergrad.lab.optimizers import learning_rate
@@ -61,6 +63,12 @@ class Interrupt:
 
     def __init__(self, step: int) -> None:
         self.step = step
+
+    def doing(self, what: str) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
 
     def start(self, config: Any, step: int, price: Any) -> None:
         self.started = step
@@ -220,7 +228,7 @@ def test_full_disk(config, tmp_path, monkeypatch):
         self._metrics = self._opened.enter_context(full)
 
     monkeypatch.setattr(runs.Run, "__init__", on_a_full_disk)
-    monkeypatch.setattr(runs.Run, "_cut_metrics", lambda self, steps: None)
+    monkeypatch.setattr(runs.Run, "_choose_checkpoint", lambda self: 0)
     assert "No space left" in refused(config, tmp_path)
 
 
@@ -370,9 +378,89 @@ def test_explain_of_a_users_loss(tmp_path):
     assert out.returncode == 0 and "x jax.grad" in out.stdout and "3x2" in out.stdout
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def example(): return lambda w, x: 0.0", "returns one thing (function)"),
+        ("def example(): return 1, 2", "returns 2 things (int, int)"),
+        ("def example(): return 1, 2, 3", "returns 3 things (int, int, int)"),
+        ("def example(size): return 1, 2, 3", "has arguments (size)"),
+        ("example = 3", "is a int, not a function"),
+        ("def example(: pass", "cannot be loaded"),
+    ],
+)
+def test_explain_of_something_else(source, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"mine_{abs(hash(source))}"
+    (tmp_path / f"{module}.py").write_text(source + "\n")
+    assert cli.main(["explain", f"{module}:example"]) == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert "cannot be loaded" in error or "return loss, params, batch" in error
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pergrad {pg.__version__}\n"
+
+
+def test_out_of_memory(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pergrad.lab.train.make_problem", lambda config: jax.numpy.ones(2**44))
+    assert cli.main(["train", *command(config, tmp_path)[4:]]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: the memory is not enough: 65536.0 GiB") and error.count("\n") == 1
+    assert "--microbatch-size" in error
+
+
+def test_what_happens_before_the_first_step_is_told(config, tmp_path, capsys):
+    args = command(replace(config, steps=3, noise_every=0), tmp_path)[4:]
+    assert cli.main(["train", *args]) == 0
+    out = capsys.readouterr().out
+    told = ["reading the data", "compiling the statistics", "x jax.grad", "compiling a step", "step 3"]
+    assert [out.index(words) for words in told] == sorted(out.index(words) for words in told)
+
+
+def tags(path: Path) -> list[tuple[str, int]]:
+    """What the event files of a run have: names and steps of scalars, in their order."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = (path / "tensorboard").iterdir()
+    content, found = file.read_bytes(), []
+    while (
+        content
+    ):  # a record: its length in eight bytes, a checksum in four, the event, another checksum
+        length = int.from_bytes(content[:8], "little")
+        event = Event.FromString(content[12 : 12 + length])
+        found += [(value.tag, event.step) for value in event.summary.value]
+        content = content[16 + length :]
+    return found
+
+
+def test_tensorboard_can_watch(config, tmp_path, monkeypatch):
+    """Each step is in the event file when it is told; a run that goes on does not repeat steps."""
+    monkeypatch.setattr(events, "FLUSHED", 0.0)
+    told = []
+
+    class Watching(Interrupt):
+        def advance(self, row: dict[str, Any]) -> None:
+            assert tags(tmp_path)[-1][1] == row["step"]
+            told.append(row["step"])
+            super().advance(row)
+
+    with closing(events.Events(tmp_path, Watching(6))) as watched, pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, watched)
+    with closing(events.Events(tmp_path, Watching(-1))) as watched:
+        train(config, tmp_path, watched)
+    assert told == [*range(1, 7), *range(5, 13)]
+    assert [step for tag, step in tags(tmp_path) if tag == "loss"] == list(range(1, 13))
+
+
 def test_tensorboard(config, tmp_path):
     args = command(replace(config, steps=3, noise_every=2), tmp_path)[4:]
     assert cli.main(["train", *args, "--tensorboard"]) == 0
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"noise/noise_scale" in events.read_bytes()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"noise/noise_scale" in file.read_bytes()
+    file.unlink()
+    assert cli.main(["train", *args, "--tensorboard"]) == 0  # also of a run that is done
+    assert [step for tag, step in tags(tmp_path) if tag == "loss"] == [1, 2, 3]
     assert jax.config.jax_enable_x64 is False

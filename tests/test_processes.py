@@ -73,6 +73,12 @@ def compiled_once(tmp_path_factory):
 class Interrupt:
     """Stops a run after a step."""
 
+    def doing(self, what):
+        pass
+
+    def say(self, line):
+        pass
+
     def start(self, config, step, price):
         pass
 

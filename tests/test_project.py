@@ -104,6 +104,7 @@ ORDER = [
     "pergrad.lab.model",
     "pergrad.lab.optimizers",
     "pergrad.lab.devices",
+    "pergrad.lab.checkpoints",
     "pergrad.lab.runs",
     "pergrad.lab.train",
     "pergrad.lab.events",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +51,7 @@ def train(
     Args:
         config: what to train.
         run_dir: where the run is written; by default in `runs`, named after the options.
-        tensorboard: also write event files for TensorBoard into the run's directory.
+        tensorboard: also write event files for TensorBoard into the run's directory, step by step.
         mesh: the devices: `data=4` share the examples, `data=2,model=2` also the parameters.
         coordinator_address: of several processes, HOST:PORT of the first; `auto` on a cluster.
         num_processes: how many there are. All see the same run directory; the first one writes.
@@ -69,13 +73,13 @@ def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | N
         train.train(config, directory, place=place)
         return
     console = Console()
-    bar = ProgressBar(console)
-    try:
-        result = train.train(config, directory, bar, place)
-    finally:
-        bar.close()
-    if tensorboard:
-        events.write(directory)
+    with contextlib.closing(ProgressBar(console)) as bar:
+        if tensorboard:
+            with contextlib.closing(events.Events(directory, bar)) as recorder:
+                result = train.train(config, directory, recorder, place)
+                recorder.write_all()
+        else:
+            result = train.train(config, directory, bar, place)
     if result["diverged"]:
         console.print(f"[red]diverged at step {result['steps']}[/red]")
     else:
@@ -86,8 +90,20 @@ def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | N
     console.print(Text(str(directory), "bold"), soft_wrap=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Common(Train):
+    """What all runs of a sweep have in common: not the options of which it takes several values."""
+
+    optimizer: tyro.conf.Fixed[OptimizerName] = "adam"
+    learning_rate: tyro.conf.Fixed[float] = 1e-2
+    seed: tyro.conf.Fixed[int] = 0
+
+    def as_train(self) -> Train:
+        return Train(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Train)})
+
+
 def sweep(
-    config: Annotated[Train, Flat],
+    config: Annotated[Common, Flat],
     out: Path,
     optimizers: tuple[OptimizerName, ...] = ("adam", "micro_adam"),
     batch_sizes: tuple[int, ...] = (),
@@ -116,7 +132,7 @@ def sweep(
 
     console = Console()
 
-    methods = sweeps.methods(config, optimizers, batch_sizes)
+    methods = sweeps.methods(config.as_train(), optimizers, batch_sizes)
     with RunsBar(console) as bar:
         tuned = sweeps.tune(
             methods,
@@ -241,9 +257,9 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         args = problem.params, problem.batches[0]
         print(pg.explain(problem.loss, make(config).stats)(*args))
         return
-    from pergrad.lab.bench.cases import load
+    from pergrad.lab.bench.cases import example
 
-    function, params, batch = load(loss)()
+    function, params, batch = example(loss)
     stats = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "norm": pg.Norm()}
     print(pg.explain(function, stats)(params, batch))
 
@@ -310,17 +326,40 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def main(args: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 1 for an error that is told in one line, or 2 for a wrong option."""
+    args = sys.argv[1:] if args is None else args
+    if list(args) == ["--version"]:
+        print(f"pergrad {pg.__version__}")
+        return 0
     try:
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="pergrad",
-            description="Per-example gradients: train with them, and see what they say.",
+            description="Per-example gradients: train with them, and see what they say. "
+            "`pergrad --version` prints the version.",
             args=args,
+            config=(tyro.conf.SuppressFixed,),
         )
     except pg.PergradError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "red"), str(error)), soft_wrap=True)
-        return 1
+        return _failed(str(error))
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _failed(_out_of_memory(str(error)))
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command again continues")
         return 130
     return 0
+
+
+def _failed(why: str) -> int:
+    Console(stderr=True).print(Text.assemble(("error: ", "red"), why), soft_wrap=True)
+    return 1
+
+
+def _out_of_memory(error: str) -> str:
+    size = re.search(r"allocat\w* (\d+) bytes", error)
+    wanted = f": {int(size[1]) / 2**30:.1f} GiB more were asked for" if size else ""
+    return (
+        f"the memory is not enough{wanted}. --microbatch-size 1 takes the examples of a batch one at a "
+        "time; a smaller --batch-size, --model.context or --model.width needs less, too."
+    )

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -165,6 +165,14 @@ def _initialize(*who: Any) -> None:
 def is_first() -> bool:
     """Whether this process is the one that writes."""
     return jax.process_index() == 0
+
+
+def from_first(choose: Callable[[], int]) -> int:
+    """A number that the first process chooses, in all processes."""
+    chosen = choose() if is_first() else 0
+    if jax.process_count() > 1:
+        chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+    return chosen
 
 
 def wait_for_others(what: str) -> None:

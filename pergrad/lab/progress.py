@@ -18,57 +18,91 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
 from rich.text import Text
 
 from pergrad.lab.config import Train
 
 
 class ProgressBar:
-    """Loss, time left, examples per second, and what the statistics cost, measured at the start."""
+    """What a run does before its first step, then loss, time left, examples per second, price.
+
+    The price is what the statistics cost beside `jax.grad`, measured at the start. In a terminal what a
+    run does has a spinner, elsewhere it is a line.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._status: Status | None = None
         self._progress: Progress | None = None
+
+    def doing(self, what: str) -> None:
+        if self._progress is not None:
+            return
+        if not self.console.is_interactive:
+            self.console.print(f"{what} ...", soft_wrap=True)
+        elif self._status is None:
+            self._status = self.console.status(what)
+            self._status.start()
+        else:
+            self._status.update(what)
+
+    def say(self, line: str) -> None:
+        self.console.print(Text(line), soft_wrap=True)
 
     def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None:
         if step:
-            self.console.print(f"going on after step {step}")
-        shown = "" if price is None else self._measured(price)
+            self.say(f"going on after step {step}")
+        self._config = config
+        self._first = step
+        self._price = "" if price is None else self._measured(price)
         self._unit, self._per_step = _work(config)
-        self._first, self._began = step, time.monotonic()
-        self._progress = Progress(
+
+    def _measured(self, price: Callable[[], float]) -> str:
+        self.doing("compiling the statistics and jax.grad, to compare their times")
+        measured = price()
+        self.say(f"statistics and mean gradient take {measured:.2f} x jax.grad (measured)")
+        return f"{measured:.2f} x grad"
+
+    def _show(self) -> Progress:
+        """The bar, once there is a step: what is compiled before it does not count for its speed."""
+        self._stop_status()
+        progress = Progress(
             TextColumn("[bold]{task.description}"),  # all of it in 80 columns
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
-            TextColumn(shown),
+            TextColumn(self._price),
             TimeRemainingColumn(compact=True),
             console=self.console,
         )
-        self._task = self._progress.add_task(
-            config.optimizer, total=config.steps, completed=step, loss="-", speed=""
+        config = self._config
+        self._task = progress.add_task(
+            config.optimizer, total=config.steps, completed=self._first, loss="-", speed=""
         )
-        self._progress.start()
-
-    def _measured(self, price: Callable[[], float]) -> str:
-        with self.console.status("measuring what the statistics cost"):
-            measured = price()
-        self.console.print(f"statistics and mean gradient take {measured:.2f} x jax.grad (measured)")
-        return f"{measured:.2f} x grad"
+        progress.start()
+        return progress
 
     def advance(self, row: dict[str, Any]) -> None:
-        assert self._progress is not None
-        seconds = time.monotonic() - self._began
-        speed = (row["step"] - self._first) * self._per_step / max(seconds, 1e-9)
+        now = time.monotonic()
+        if self._progress is None:
+            self._progress = self._show()
+            self._first, self._began = row["step"], now
+        done = (row["step"] - self._first) * self._per_step
+        speed = f"{done / max(now - self._began, 1e-9):,.0f} {self._unit}/s" if done else ""
         loss = "not a number" if row["loss"] is None else f"{row['loss']:.3f}"
-        self._progress.update(
-            self._task, completed=row["step"], loss=loss, speed=f"{speed:,.0f} {self._unit}/s"
-        )
+        self._progress.update(self._task, completed=row["step"], loss=loss, speed=speed)
         if "tune_loss" in row and row["tune_loss"] is not None:
             self._progress.console.print(f"step {row['step']}: validation loss {row['tune_loss']:.3f}")
 
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
     def close(self) -> None:
+        self._stop_status()
         if self._progress is not None:
             self._progress.stop()
 

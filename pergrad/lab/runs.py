@@ -2,7 +2,8 @@
 
     config.json     the configuration, the data's digest, versions and commit, before the first step
     metrics.jsonl   one object a step; no times, so that it is the same whenever it is made
-    checkpoints/    parameters, states and keys after some steps
+    checkpoints/    parameters, states and keys after some steps, with checksums
+    damaged/        checkpoints that were found damaged
     result.json     the end of a finished run
 
 A step's metrics are on disk before a checkpoint of it is, so going on from the last checkpoint means to
@@ -15,25 +16,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import platform
+import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from pergrad.lab import config as configs
 from pergrad.lab import devices
+from pergrad.lab.checkpoints import UNFINISHED, Checkpoints
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors, replace, to_json
 
@@ -77,6 +76,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+def to_stderr(line: str) -> None:
+    """Says a line where nobody else does."""
+    print(line, file=sys.stderr)
+
+
 def plain(x: Any) -> Any:
     """A number that JSON has: None for what is not finite."""
     x = float(x)
@@ -89,41 +93,26 @@ def directory(root: Path, config: configs.Train) -> Path:
     return root / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-@functools.cache
-def _let_one_device_write() -> None:
-    """What several devices have is written by one of them, in all of this process.
-
-    To share that takes longer for states of this size, and does not work with JAX before 0.8.
-    """
-    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    logger = logging.getLogger("absl")  # where orbax would tell that its own handler is replaced
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
-    logger.setLevel(level)
-
-
 class Run:
     """A run's directory, opened for one process, or for each of several that are one run."""
 
-    def __init__(self, path: Path, config: configs.Train, data_digest: str, data_name: str) -> None:
-        self.path, self.config = path, config
+    def __init__(
+        self,
+        path: Path,
+        config: configs.Train,
+        data_digest: str,
+        data_name: str,
+        say: Callable[[str], None] = to_stderr,
+    ) -> None:
+        self.path, self._say = path, say
         about = {"config": configs.to_json(config), "data": {"name": data_name, "digest": data_digest}}
         self.digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+        self._checkpoints = Checkpoints(path / "checkpoints", self.digest, config.keep)
         with contextlib.ExitStack() as opened:
-            self._open(opened, about)
+            opened.enter_context(contextlib.closing(self._checkpoints))
+            if devices.is_first():
+                self._open_files(opened, about)
             self._opened = opened.pop_all()
-
-    def _open(self, opened: contextlib.ExitStack, about: Any) -> None:
-        if devices.is_first():
-            self._open_files(opened, about)
-        _let_one_device_write()
-        with disk_errors(self.path):
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=self.config.keep or None, create=True, enable_async_checkpointing=False
-            )
-            manager = ocp.CheckpointManager((self.path / "checkpoints").resolve(), options=options)
-            self._checkpoints = opened.enter_context(contextlib.closing(manager))
 
     def _open_files(self, opened: contextlib.ExitStack, about: Any) -> None:
         """What the first process has for itself."""
@@ -181,72 +170,65 @@ class Run:
             return
         with disk_errors(self.path / "metrics.jsonl"):
             self._metrics.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+            self._metrics.flush()  # for whoever watches the file
 
     def save(self, step: int, state: Any) -> None:
         """The state after so many steps; everything logged until now is on disk first."""
+        metrics = ""
         if devices.is_first():
             self._flush()
-        leaves = {str(i): _storable(x) for i, x in enumerate(jax.tree.leaves(state))}
-        with disk_errors(self.path / "checkpoints"):
-            self._checkpoints.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave({"run": self.digest})
-                ),
-                force=True,
-            )
-            self._checkpoints.wait_until_finished()
+            metrics = _checksum(self._lines()[:step])
+        self._checkpoints.save(step, state, metrics)
 
     @property
     def saved(self) -> list[int]:
         """The steps of which there are checkpoints."""
-        return sorted(self._checkpoints.all_steps())
+        return self._checkpoints.steps
 
     def restore(self, like: Any) -> tuple[int, Any]:
         """The number of steps done and the state after them; metrics of later steps are cut off."""
-        step = self._checkpoints.latest_step()
-        state = like
-        if step is not None:
-            state = self.read(step, like)
-        if devices.is_first():
-            self._cut_metrics(step or 0)
-        return step or 0, state
+        step = devices.from_first(self._choose_checkpoint)
+        return step, self._checkpoints.read(step, like) if step else like
 
     def read(self, step: int, like: Any) -> Any:
         """The state after so many steps, from its checkpoint."""
-        leaves, tree = jax.tree.flatten(like)
-        wanted = {str(i): _storable(x) for i, x in enumerate(leaves)}
-        where = self.path / "checkpoints" / str(step)
-        try:
-            about = self._checkpoints.restore(
-                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
-            )
-            if about["about"] != {"run": self.digest}:
-                raise LabError(f"the checkpoint {where} belongs to another run. Move it out of the way.")
-            found = self._checkpoints.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-            )["state"]
-        except LabError:
-            raise
-        except Exception as error:  # what orbax raises depends on what is broken
-            reason = str(error).split("\n")[0]
-            raise LabError(
-                f"the checkpoint {where} cannot be read ({reason}). Without it an earlier one is used."
-            ) from error
-        return jax.tree.unflatten(tree, [_restored(found[str(i)], x) for i, x in enumerate(leaves)])
+        if defect := self._defect(step):
+            raise LabError(f"the checkpoint {self._checkpoints.path / str(step)} {defect}.")
+        return self._checkpoints.read(step, like)
 
-    def _cut_metrics(self, steps: int) -> None:
-        """Keeps the lines of so many steps; a line that a killed process left half written goes too."""
-        file = self.path / "metrics.jsonl"
-        self._metrics.seek(0)
-        *lines, _ = self._metrics.read().split(b"\n")
-        kept = lines[:steps]
-        if [_step_of(line) for line in kept] != list(range(1, steps + 1)):
+    def _defect(self, step: int) -> str | None:
+        return self._checkpoints.defect(step, _checksum(self._lines()[:step]))
+
+    def _choose_checkpoint(self) -> int:
+        """The last step with a checkpoint that is whole, or 0. Damaged ones are moved out of the way."""
+        damaged: dict[int, str] = {}
+        chosen = 0
+        for step in reversed(self.saved):
+            if (defect := self._defect(step)) is None:
+                chosen = step
+                break
+            damaged[step] = f"the checkpoint {self._checkpoints.path / str(step)} {defect}"
+        if not chosen and not all(text.endswith(UNFINISHED) for text in damaged.values()):
             raise LabError(
-                f"{file} does not have the {steps} steps of the checkpoint. Choose another --run-dir."
+                f"{'; '.join(damaged.values())}. No other checkpoint is left: delete "
+                f"{self._checkpoints.path} to begin again, or choose another --run-dir."
             )
-        with disk_errors(file):
-            self._metrics.truncate(sum(len(line) + 1 for line in kept))
+        for step, text in damaged.items():
+            with disk_errors(self.path):
+                aside = self.path / "damaged" / str(step)
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.parent.mkdir(exist_ok=True)
+                (self._checkpoints.path / str(step)).rename(aside)
+            where = f"after step {chosen}" if chosen else "from the beginning"
+            self._say(f"{text}. It is now {aside}, and the run goes on {where}.")
+        with disk_errors(self.path / "metrics.jsonl"):
+            self._metrics.truncate(sum(map(len, self._lines()[:chosen])))
+        return chosen
+
+    def _lines(self) -> list[bytes]:
+        """The lines of `metrics.jsonl`; the last may be half written, by a process that was killed."""
+        self._metrics.seek(0)
+        return self._metrics.read().splitlines(keepends=True)
 
     def _flush(self) -> None:
         with disk_errors(self.path / "metrics.jsonl"):
@@ -261,19 +243,5 @@ class Run:
             self._opened.close()
 
 
-def _step_of(line: bytes) -> Any:
-    try:
-        return json.loads(line).get("step")
-    except ValueError:
-        return None
-
-
-def _storable(x: Any) -> Any:
-    """Keys as the numbers they are made of."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _restored(x: Any, like: Any) -> Any:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
-    return x
+def _checksum(lines: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(lines)).hexdigest()

@@ -22,7 +22,7 @@ import pergrad as pg
 from pergrad.lab import data, devices, model, optimizers, timing
 from pergrad.lab.config import Train
 from pergrad.lab.devices import Place
-from pergrad.lab.runs import Run, plain
+from pergrad.lab.runs import Run, plain, to_stderr
 
 VALIDATION_EXAMPLES = 256  # of each half
 FETCHED = 20  # steps whose metrics are fetched at a time: the device is not waited for in every step
@@ -60,6 +60,14 @@ class Observer(Protocol):
     is watched, and a measurement would need all: there is none.
     """
 
+    def doing(self, what: str) -> None:
+        """What the run does until the next call, if it is not a step."""
+        ...
+
+    def say(self, line: str) -> None:
+        """What the user must know."""
+        ...
+
     def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None: ...
 
     def advance(self, row: dict[str, Any]) -> None: ...
@@ -89,7 +97,13 @@ def make_problem(config: Train) -> Problem:
 
 
 class Unwatched:
-    """Nobody watches."""
+    """Nobody watches; what must be known is said to stderr."""
+
+    def doing(self, what: str) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        to_stderr(line)
 
     def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None:
         pass
@@ -107,18 +121,20 @@ def train(
 ) -> dict[str, Any]:
     """Runs, or goes on with, or only reads a finished run; returns what `result.json` has."""
     place.check(config.batch_size)
+    observer.doing("reading the data and making the model")
     problem = make_problem(config)
-    with Run(run_dir, config, problem.digest, problem.name) as run:
+    with Run(run_dir, config, problem.digest, problem.name, observer.say) as run:
         if run.result is not None:
             return run.result
         program = _program(_without_numbers(config), problem.digest, place)
         monitor = program.monitor
+        observer.doing("preparing the devices and the state")
         done, state = run.restore(place.spread(_start(config, program, problem.params)))
         observer.start(config, done, _price(problem, program, state.params, place))
         halves = {"tune_loss": place.examples(problem.tune), "test_loss": place.examples(problem.test)}
 
-        waiting: list[dict[str, Any]] = []
-        diverged = False
+        observer.doing("tracing and compiling a step, and taking the first one")
+        first, waiting, diverged = done + 1, [], False
         while done < config.steps and not diverged:
             batch, rate = place.examples(problem.batches[done]), optimizers.learning_rate(config, done)
             state, metrics = program.step(state, batch, rate)
@@ -132,7 +148,7 @@ def train(
             if is_validated:
                 row |= {name: program.validate(state.params, part) for name, part in halves.items()}
             waiting.append(row)
-            if is_checkpoint or is_validated or len(waiting) == FETCHED:
+            if done == first or is_checkpoint or is_validated or len(waiting) == FETCHED:
                 rows, waiting = _until_divergence([_plain_row(row) for row in waiting]), []
                 diverged = rows[-1]["loss"] is None
                 run.log(rows)

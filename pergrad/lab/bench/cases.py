@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, cast, get_args
 
 import jax
@@ -79,6 +80,9 @@ COMPILED: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
+WANTED = "It takes no arguments and returns three things: `return loss, params, batch`."
+
+
 @dataclass(frozen=True)
 class Problem:
     """A loss with its arguments, and what there is to know about it."""
@@ -105,7 +109,7 @@ def problem(name: str) -> Problem:
     """One of `CASES`, or a user's own: `MODULE:FUNCTION` returns a loss, its parameters and a batch."""
     if name in get_args(CaseName):
         return of_model(CASES[cast(CaseName, name)])
-    loss, params, batch = load(name)()
+    loss, params, batch = example(name)
     return Problem(loss, params, batch, {"model": name, "parameters": _count(params)})
 
 
@@ -113,18 +117,40 @@ def grown(model: Transformer, field: str, size: int) -> Transformer:
     return dataclasses.replace(model, **{field: size})
 
 
-def load(name: str) -> Callable[[], Any]:
-    """What `MODULE:FUNCTION` names, also in the current directory."""
+def example(name: str) -> tuple[Loss, Tree, Any]:
+    """What the function `MODULE:FUNCTION` returns; its module may be in the current directory."""
     module, _, attribute = name.partition(":")
     if not attribute:
         raise LabError(f"{name!r} is not MODULE:FUNCTION, such as my_project.model:example.")
     sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise LabError(f"{name} cannot be loaded: {error}.") from error
     finally:
         sys.path.pop(0)
+    if not callable(function):
+        raise LabError(f"{name} is a {type(function).__name__}, not a function. {WANTED}")
+    if unfilled := [p.name for p in signature(function).parameters.values() if _is_required(p)]:
+        raise LabError(
+            f"{name} has arguments ({', '.join(unfilled)}), and is called with none. {WANTED}"
+        )
+    found = function()
+    if not isinstance(found, tuple | list) or len(found) != 3 or not callable(found[0]):
+        raise LabError(f"{name} returns {_described(found)}. {WANTED}")
+    loss, params, batch = cast(tuple[Loss, Tree, Any], found)
+    return loss, params, batch
+
+
+def _is_required(parameter: Parameter) -> bool:
+    optional = parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
+    return parameter.default is parameter.empty and parameter.kind not in optional
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"{len(x)} things ({', '.join(type(entry).__name__ for entry in x)})"
+    return f"one thing ({type(x).__name__})"
 
 
 def _count(params: Tree) -> int:
