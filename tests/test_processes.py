@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -113,6 +114,88 @@ def test_lab_goes_on_in_two_processes(tmp_path, compiled_once):
     np.testing.assert_allclose(results[0]["test_loss"], results[1]["test_loss"], rtol=1e-5)
 
 
+SHAPE = ("--model.layers=1", "--model.width=16", "--model.heads=2", "--model.context=16")
+
+
+def started(folder, processes, *, of, seconds=60.0, **options):
+    """`pergrad train` in processes with these numbers; `options` may have a value for each."""
+    common = {"mesh": f"data={2 * of}", "batch_size": 12, "run_dir": folder / "run"}
+    common |= {"data": folder / "text", "coordinator_address": free_address(), "num_processes": of}
+    common |= {"coordinator_timeout": seconds, **options}
+    labs.write_text(folder / "text")
+    out = []
+    for n, process in enumerate(processes):
+        own = {name: x[n] if isinstance(x, list) else x for name, x in common.items()}
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+        args = ["pergrad.lab", "train", *SHAPE, *given, f"--process-id={process}"]
+        out.append(start(folder, n, *args))
+    return out
+
+
+def error_of(output):
+    """The one line that tells what is wrong; what JAX and Gloo say in their own ways is not there."""
+    assert not re.search(r"Traceback|Gloo error|^[EF]\d{4} |Check failure", output, re.MULTILINE), output
+    (line,) = (line for line in output.splitlines() if line.startswith("error: "))
+    return line
+
+
+def test_a_process_that_never_comes(tmp_path):
+    codes, (output,) = ends(tmp_path, started(tmp_path, [0], of=3, seconds=2))
+    assert codes == [1] and "processes 1, 2 of 3 did not come" in error_of(output)
+    assert "within 2 s" in output and not (tmp_path / "run").exists()
+    codes, (output,) = ends(tmp_path, started(tmp_path, [1], of=2, seconds=2))
+    assert codes == [1] and "process 0 does not answer at 127.0.0.1:" in error_of(output)
+
+
+def test_a_process_twice(tmp_path):
+    codes, outputs = ends(tmp_path, started(tmp_path, [0, 1, 1], of=3, seconds=20))
+    assert codes == [1, 1, 1]
+    first, *others = map(error_of, outputs)
+    assert "process 2 of 3 did not come" in first and "--process-id 1 already" in first
+    refused, waiting = sorted(others, key=lambda line: "is not let in" not in line)
+    assert "there is a process with --process-id 1 already" in refused
+    assert waiting == first  # it is told why
+
+
+def test_the_first_process_twice(tmp_path):
+    processes = started(tmp_path, [0, 0], of=2, seconds=10)
+    codes, outputs = ends(tmp_path, processes)
+    assert codes == [1, 1]
+    assert any("another one with --process-id 0" in error_of(output) for output in outputs)
+
+
+def test_processes_with_other_options(tmp_path):
+    codes, outputs = ends(tmp_path, started(tmp_path, [0, 1], of=2, learning_rate=[0.01, 0.02]))
+    assert codes == [1, 1]
+    for output in outputs:
+        assert "process 1 has options or data that differ from those of process 0" in error_of(output)
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (signal.SIGKILL, "process 1 has ended unexpectedly"),
+        (signal.SIGSTOP, "not been heard of for 8 s"),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_process_that_is_lost(tmp_path, sent, words):
+    processes = started(tmp_path, [0, 1], of=2, seconds=8, steps=10**6, checkpoint_every=10**6)
+    try:
+        until = time.monotonic() + PATIENCE
+        while not list(tmp_path.glob("run/metrics.jsonl")) and time.monotonic() < until:
+            time.sleep(0.1)
+        processes[1].send_signal(sent)
+        lost = time.monotonic()
+        assert processes[0].wait(60) == 1
+        assert time.monotonic() - lost < 30
+    finally:
+        processes[1].kill()
+        ends(tmp_path, processes)
+    line = error_of((tmp_path / "0.log").read_text())
+    assert words in line and "process 1" in line and "The same commands again" in line
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -120,6 +203,17 @@ def test_lab_goes_on_in_two_processes(tmp_path, compiled_once):
         (
             ["--coordinator-address", "localhost:1", "--num-processes", "2", "--process-id", "2"],
             ["0 to 1, not 2"],
+        ),
+        (
+            ["--coordinator-address", "here", "--num-processes", "2", "--process-id", "0"],
+            ["HOST:PORT", "'here'"],
+        ),
+        (
+            [
+                *("--coordinator-address", "a:1", "--num-processes", "2", "--process-id", "0"),
+                "--coordinator-timeout=0",
+            ],
+            ["at least 1 second"],
         ),
         (["--mesh", "data=4096"], ["4096 devices", "xla_force_host_platform_device_count=4096"]),
         (["--mesh", "batch=4"], ["data=2,model=2", "'batch=4'"]),

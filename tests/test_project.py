@@ -103,6 +103,7 @@ ORDER = [
     "pergrad.lab.data",
     "pergrad.lab.model",
     "pergrad.lab.optimizers",
+    "pergrad.lab.peers",
     "pergrad.lab.devices",
     "pergrad.lab.checkpoints",
     "pergrad.lab.runs",

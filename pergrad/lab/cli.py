@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +27,7 @@ from pergrad.lab.config import (
     TaskName,
     Train,
 )
+from pergrad.lab.errors import in_one_line
 from pergrad.lab.progress import ProgressBar, RunsBar
 
 DEMO = Train(model=Model(context=128), batch_size=8)  # whose plan and price the demonstration shows
@@ -43,6 +42,7 @@ def train(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
+    coordinator_timeout: float = 30.0,
 ) -> None:
     """Train a language model.
 
@@ -56,11 +56,12 @@ def train(
         coordinator_address: of several processes, HOST:PORT of the first; `auto` on a cluster.
         num_processes: how many there are. All see the same run directory; the first one writes.
         process_id: which of them this is, from 0.
+        coordinator_timeout: seconds to wait for the others, at the start and when one falls silent.
     """
     from pergrad.lab import devices  # these load JAX and Flax, which `--help` can do without
 
-    devices.join(coordinator_address, num_processes, process_id)
-    with devices.together():
+    peers = devices.join(coordinator_address, num_processes, process_id, coordinator_timeout)
+    with devices.together(peers):
         _train(config, run_dir, tensorboard, mesh)
 
 
@@ -339,27 +340,12 @@ def main(args: Sequence[str] | None = None) -> int:
             args=args,
             config=(tyro.conf.SuppressFixed,),
         )
-    except pg.PergradError as error:
-        return _failed(str(error))
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return _failed(_out_of_memory(str(error)))
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command again continues")
         return 130
+    except Exception as error:
+        if (line := in_one_line(error)) is None:
+            raise
+        Console(stderr=True).print(Text.assemble(("error: ", "red"), line), soft_wrap=True)
+        return 1
     return 0
-
-
-def _failed(why: str) -> int:
-    Console(stderr=True).print(Text.assemble(("error: ", "red"), why), soft_wrap=True)
-    return 1
-
-
-def _out_of_memory(error: str) -> str:
-    size = re.search(r"allocat\w* (\d+) bytes", error)
-    wanted = f": {int(size[1]) / 2**30:.1f} GiB more were asked for" if size else ""
-    return (
-        f"the memory is not enough{wanted}. --microbatch-size 1 takes the examples of a batch one at a "
-        "time; a smaller --batch-size, --model.context or --model.width needs less, too."
-    )

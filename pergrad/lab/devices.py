@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import sys
+import math
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,13 +26,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pergrad._errors import PergradError
-from pergrad.lab.errors import LabError
+from pergrad.lab import peers
+from pergrad.lab.errors import LabError, in_one_line
+from pergrad.lab.peers import Peers, end
 
 AXES = ("data", "model")
 LEADING_BACK = {"out", "down"}  # layers whose inputs are shared: see `model.Block`
-JOINING = 120  # seconds to wait for the other processes at the start
-SILENCE = 60  # seconds after which a process that is not heard of counts as dead
+JAX_PATIENCE = 10  # time-outs until JAX, too, takes a silent process for dead: `Peers` comes first
 
 Tree = Any
 
@@ -133,14 +133,25 @@ def _sizes(mesh: str) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) | sizes
 
 
-def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Makes this one of several processes, if it is to be; before JAX is used."""
+def join(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    timeout: float = 30.0,
+) -> Peers | None:
+    """Makes this one of several processes, if it is to be; before JAX is used.
+
+    Processes are waited for, and watched, for `timeout` seconds; on a cluster JAX does that.
+    """
     numbers = num_processes, process_id
     if coordinator_address is None and numbers == (None, None):
-        return
+        return None
+    if not timeout >= 1:
+        raise LabError(f"--coordinator-timeout is at least 1 second, not {timeout:g}.")
+    seconds = math.ceil(timeout)
     if coordinator_address == "auto" and numbers == (None, None):
-        _initialize()
-        return
+        _initialize(initialization_timeout=seconds, heartbeat_timeout_seconds=seconds)
+        return None
     if coordinator_address is None or num_processes is None or process_id is None:
         raise LabError(
             "processes find each other by --coordinator-address HOST:PORT, --num-processes and "
@@ -148,15 +159,24 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
         )
     if not 0 <= process_id < num_processes:
         raise LabError(f"--process-id of {num_processes} is 0 to {num_processes - 1}, not {process_id}.")
-    _initialize(coordinator_address, num_processes, process_id)
+    address = peers.split(coordinator_address)
+    here = peers.Peers(process_id, num_processes, timeout)
+    port = here.gather(address) if process_id == 0 else here.come(address)
+    _initialize(
+        coordinator_address=f"{address[0]}:{port}",
+        coordinator_bind_address=f"{address[0]}:{port}" if peers.is_loopback(address[0]) else None,
+        num_processes=num_processes,
+        process_id=process_id,
+        initialization_timeout=seconds,
+        heartbeat_timeout_seconds=JAX_PATIENCE * seconds,
+    )
+    return here
 
 
-def _initialize(*who: Any) -> None:
+def _initialize(**options: Any) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(
-            *who, initialization_timeout=JOINING, heartbeat_timeout_seconds=SILENCE
-        )
+        jax.distributed.initialize(**options)
     except (RuntimeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise LabError(f"the processes have not found each other: {reason}") from error
@@ -181,22 +201,39 @@ def wait_for_others(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """An error in here ends one of several processes at once.
+def check_same(what: str, digest: str) -> None:
+    """That all processes have the same."""
+    if jax.process_count() > 1:
+        number = np.uint32(int(digest[:8], 16))
+        found = np.ravel(multihost_utils.process_allgather(number))
+        if others := [str(i) for i, x in enumerate(found) if x != found[0]]:
+            raise LabError(
+                f"process {', '.join(others)} has {what} that differ from those of process 0. Start all "
+                "processes with the same options and the same files."
+            )
 
-    At its ordinary end it would wait for the others, which wait for its part of some result. Its silence
-    tells them.
+
+@contextlib.contextmanager
+def together(here: Peers | None) -> Iterator[None]:
+    """An error in here ends one of several processes at once, and tells the others.
+
+    At its ordinary end it would wait for the others, which wait for its part of some result.
     """
     try:
         yield
     except BaseException as error:
         if jax.process_count() == 1:
             raise
-        if isinstance(error, PergradError):
-            print(f"error: {error}", file=sys.stderr)
-        else:
+        line = "interrupted" if isinstance(error, KeyboardInterrupt) else in_one_line(error)
+        if here is not None:
+            if line is None and isinstance(error, jax.errors.JaxRuntimeError):
+                # Another process may have ended in the midst of a collective operation. Its end is then
+                # the reason, and `here` is about to tell it and to end this process.
+                time.sleep(here.timeout + 1)
+            here.fail(line or f"{type(error).__name__} (its own output says where)")
+        if line is None:
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+            line = f"{type(error).__name__}, see above"
+        end(f"error: {line}")
+    if here is not None:
+        here.leave()

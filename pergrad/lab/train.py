@@ -124,6 +124,7 @@ def train(
     observer.doing("reading the data and making the model")
     problem = make_problem(config)
     with Run(run_dir, config, problem.digest, problem.name, observer.say) as run:
+        devices.check_same("options or data", run.digest)
         if run.result is not None:
             return run.result
         program = _program(_without_numbers(config), problem.digest, place)
