@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any, Literal
 
 from pergrad.lab.errors import LabError
@@ -134,8 +135,15 @@ class Train:
             raise LabError(f"{name} must be at least 0, not {getattr(self, name)}.")
         if not 0 <= self.warmup <= 1:
             raise LabError(f"warmup is a part of the steps, from 0 to 1, not {self.warmup}.")
-        if not self.learning_rate > 0:
-            raise LabError(f"learning_rate must be positive, not {self.learning_rate}.")
+        for name in ("learning_rate", "eps", "clip", "max_update", "floor"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise LabError(f"{name} must be a positive number, not {value}.")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise LabError(f"{name} is a decay, from 0 to below 1, not {getattr(self, name)}.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise LabError(f"weight_decay must be at least 0, not {self.weight_decay}.")
 
 
 def to_json(config: Train) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -12,6 +13,18 @@ from typing import Any
 
 from pergrad.lab.errors import LabError
 
+A_FILE = "A file has the name of a directory: choose another directory."
+NOT_ALLOWED = "Choose a directory in which you may write."
+ADVICE = {
+    errno.EEXIST: A_FILE,
+    errno.ENOTDIR: A_FILE,
+    errno.EACCES: NOT_ALLOWED,
+    errno.EPERM: NOT_ALLOWED,
+    errno.EROFS: NOT_ALLOWED,
+    errno.ENOSPC: "Make room, and the same command again continues; or choose another directory.",
+    errno.EDQUOT: "Make room, and the same command again continues; or choose another directory.",
+}
+
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
@@ -19,7 +32,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LabError(f"cannot write to {path}: {error.strerror or error}.") from error
+        advice = ADVICE.get(error.errno or 0, "Choose another directory.")
+        raise LabError(f"cannot write to {path}: {error.strerror or error}. {advice}") from error
 
 
 def to_json(data: Any, indent: int | None = None) -> str:

@@ -25,7 +25,7 @@ from pergrad.lab import decide, figures, report, sweep
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.findings import Curve, curve
-from pergrad.lab.runs import read_json, versions
+from pergrad.lab.runs import RESULT, read_json, read_result, versions
 
 FEW_LAYERS = 14  # as many lines as a figure holds
 FEW_METHODS = 6  # as many figures of layers as a page holds
@@ -106,14 +106,7 @@ def _read(path: Path) -> Found:
         digest, made_with = str(about["data"]["digest"]), dict(about["versions"])
     except (KeyError, TypeError, ValueError, AttributeError, LabError) as error:
         raise LabError(f"{file} is not the configuration of a run: {error}") from error
-    result = sweep.finished(path)
-    is_result = isinstance(result, dict) and result.keys() >= _RESULT
-    if (path / "result.json").exists() and not is_result:
-        raise LabError(f"{path / 'result.json'} is not the result of a run.")
-    return Found(path, config, digest, made_with, _metrics(path / "metrics.jsonl"), result)
-
-
-_RESULT = {"steps", "diverged", "train_loss", "tune_loss", "test_loss"}
+    return Found(path, config, digest, made_with, _metrics(path / "metrics.jsonl"), read_result(path))
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
@@ -174,7 +167,7 @@ def _said(option: str, value: Any) -> str:
 def _results(methods: Methods) -> Iterator[dict[str, Any]]:
     for name, runs in methods.items():
         for run in runs:
-            end = run.result or dict.fromkeys(_RESULT) | {
+            end = run.result or dict.fromkeys(RESULT) | {
                 "steps": len(run.rows),
                 "diverged": run.diverged,
             }

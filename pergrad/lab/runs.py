@@ -39,6 +39,9 @@ from pergrad.lab.files import disk_errors, replace, to_json
 VERSIONED = ("jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint")
 
 
+RESULT = {"steps", "diverged", "train_loss", "tune_loss", "test_loss"}  # what `result.json` has
+
+
 def versions() -> dict[str, str]:
     """Of Python, pergrad and what it computes with, and the commit if there is one."""
     out = {"python": platform.python_version(), "pergrad": _commit() or "unknown commit"}
@@ -69,6 +72,17 @@ def read_json(path: Path) -> Any:
         raise LabError(
             f"{path} cannot be read ({error}). Choose another directory, or delete it."
         ) from error
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    """The end of the run in `path`, if it has come."""
+    file = path / "result.json"
+    if not file.exists():
+        return None
+    result = read_json(file)
+    if not isinstance(result, dict) or not result.keys() >= RESULT:
+        raise LabError(f"{file} is not the result of a run. Delete it, to go on from a checkpoint.")
+    return result
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -123,13 +137,16 @@ class Run:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise LabError(f"another process is running in {path}.") from error
+            raise LabError(
+                f"another process is running in {path}. Wait for it, or choose another --run-dir."
+            ) from error
         file = path / "config.json"
         if file.exists():
             self._check_same(read_json(file), about)
         elif strangers := [p.name for p in path.iterdir() if p.name[0] != "."]:
             raise LabError(
-                f"{path} is not a run's directory: it has {strangers[0]!r} and no config.json."
+                f"{path} is not a run's directory: it has {strangers[0]!r} and no config.json. "
+                "Choose another --run-dir."
             )
         else:
             write_json(file, about | {"versions": versions()})
@@ -137,8 +154,11 @@ class Run:
             self._metrics = opened.enter_context((path / "metrics.jsonl").open("a+b"))
 
     def _check_same(self, old: Any, new: Any) -> None:
-        if not isinstance(old, dict) or not {"config", "data"} <= old.keys():
-            raise LabError(f"{self.path / 'config.json'} is not a run's configuration.")
+        parts = [old.get("config"), old.get("data")] if isinstance(old, dict) else [old]
+        if not all(isinstance(part, dict) for part in parts):
+            raise LabError(
+                f"{self.path / 'config.json'} is not a run's configuration. Choose another --run-dir."
+            )
         if changed := configs.differences(old["config"], new["config"]):
             raise LabError(
                 f"{self.path} has a run with another configuration: {'; '.join(changed)}. "
@@ -146,15 +166,14 @@ class Run:
             )
         if old["data"] != new["data"]:
             raise LabError(
-                f"the data has changed since the run in {self.path} began, from {old['data']['name']} "
-                f"to {new['data']['name']}. Choose another --run-dir."
+                f"the data has changed since the run in {self.path} began, from "
+                f"{old['data'].get('name')} to {new['data']['name']}. Choose another --run-dir."
             )
 
     @property
     def result(self) -> dict[str, Any] | None:
         """The end of the run, if it has come."""
-        file = self.path / "result.json"
-        return read_json(file) if file.exists() else None
+        return read_result(self.path)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         self._flush()

@@ -24,7 +24,8 @@ from typing import Any
 
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.runs import directory, read_json
+from pergrad.lab.files import disk_errors
+from pergrad.lab.runs import directory, read_json, read_result
 
 Results = dict[Train, dict[str, Any]]  # what `result.json` has, for every run
 Told = Callable[
@@ -40,9 +41,11 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
     """Runs what is not done yet, several at a time."""
     if processes < 1:
         raise LabError(f"runs need at least one process, not {processes}.")
+    with disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
     runs = list(dict.fromkeys(runs))
     results = {
-        config: done for config in runs if (done := finished(directory(root, config))) is not None
+        config: done for config in runs if (done := read_result(directory(root, config))) is not None
     }
     waiting = [config for config in runs if config not in results]
     if processes == 1:
@@ -92,12 +95,6 @@ def _workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
     pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=fresh)
     atexit.register(pool.shutdown)
     return pool
-
-
-def finished(path: Path) -> dict[str, Any] | None:
-    """The result of a run that is done."""
-    file = path / "result.json"
-    return read_json(file) if file.exists() else None
 
 
 def _run(config: Train, path: Path, cache: str | None) -> dict[str, Any]:
