@@ -26,7 +26,7 @@ from pergrad.lab.devices import make_place
 from pergrad.lab.errors import LabError
 from pergrad.lab.model import Transformer
 from pergrad.lab.runs import read_metrics
-from pergrad.lab.train import train
+from pergrad.lab.train import Unwatched, train
 from tests import labs, pages
 from tests.cases import BATCH, CASES, array
 from tests.conftest import options
@@ -360,7 +360,7 @@ def test_page(capsys):
 # The lab.
 
 
-class Watch:
+class Watch(Unwatched):
     """Stops a run after a step, and knows where one began."""
 
     def __init__(self, last=None):

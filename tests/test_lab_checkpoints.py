@@ -14,7 +14,7 @@ from pergrad.lab import checkpoints
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.runs import directory
-from pergrad.lab.train import parameters, train
+from pergrad.lab.train import Unwatched, parameters, train
 from tests import labs
 
 TINY = Model(layers=1, width=16, heads=2, context=16)
@@ -39,15 +39,12 @@ def config(tmp_path_factory) -> Train:
     )
 
 
-class Watcher:
+class Watcher(Unwatched):
     """Keeps what a run says, and stops it after a step."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
         self.said: list[str] = []
-
-    def doing(self, what: str) -> None:
-        pass
 
     def say(self, line: str) -> None:
         self.said.append(line)

@@ -14,17 +14,14 @@ import pytest
 
 from pergrad.lab import cli, gather
 from pergrad.lab.config import Model, Train, to_json
-from pergrad.lab.train import train
+from pergrad.lab.train import Unwatched, train
 from tests import labs, pages, sheets
 
 SEEDS = (0, 1, 2)
 
 
-class Killed:
+class Killed(Unwatched):
     """Stops a run after a step."""
-
-    def start(self, config: Any, step: int, plan: Any) -> None:
-        pass
 
     def advance(self, row: dict[str, Any]) -> None:
         if row["step"] == 8:

@@ -21,7 +21,7 @@ from pergrad.lab import cli, events, runs
 from pergrad.lab.config import Model, OptimizerName, Train, differences, from_json, to_json
 from pergrad.lab.errors import LabError
 from pergrad.lab.optimizers import learning_rate
-from pergrad.lab.train import train
+from pergrad.lab.train import Unwatched, train
 from tests import labs, pages
 
 TINY = Model(layers=1, width=16, heads=2, context=16)
@@ -58,17 +58,11 @@ def metrics(path: Path) -> bytes:
     return (path / "metrics.jsonl").read_bytes()
 
 
-class Interrupt:
+class Interrupt(Unwatched):
     """Watches a run, and stops it after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
-
-    def doing(self, what: str) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        pass
 
     def start(self, config: Any, step: int, price: Any) -> None:
         self.started = step

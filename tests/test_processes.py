@@ -15,7 +15,7 @@ import pytest
 from pergrad.lab import cli
 from pergrad.lab.config import Model, Train
 from pergrad.lab.runs import read_metrics
-from pergrad.lab.train import train
+from pergrad.lab.train import Unwatched, train
 from tests import labs
 from tests.pages import ROOT
 
@@ -71,17 +71,8 @@ def compiled_once(tmp_path_factory):
         yield
 
 
-class Interrupt:
+class Interrupt(Unwatched):
     """Stops a run after a step."""
-
-    def doing(self, what):
-        pass
-
-    def say(self, line):
-        pass
-
-    def start(self, config, step, price):
-        pass
 
     def advance(self, row):
         if row["step"] == 3:
