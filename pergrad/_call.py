@@ -178,7 +178,7 @@ class Call:
 
     def _schedule(self) -> tuple[Cut, Schedule]:
         """Steps 1 to 3."""
-        example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
+        example = [_one_of(x) for x in self.batch]
         request = self.request
         program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
         in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
@@ -286,8 +286,10 @@ class Call:
         out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
         if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {kind(out)}.")
-        self._check_value(out[0] if self.request.has_aux else out)
-        return out
+        value = out[0] if self.request.has_aux else out
+        self._check_value(value)
+        value = jnp.asarray(value)  # A Python number is a constant loss.
+        return (value, out[1]) if self.request.has_aux else value
 
     def _check_value(self, value: Any) -> None:
         if not is_number_like(value):
@@ -301,7 +303,8 @@ class Call:
                 f"{jnp.shape(value)}. Take its mean."
             )
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            raise ArgumentError(f"the loss must be a real number; it is {kind(value)}.")
+            hint = f" Return {float(value)}." if isinstance(value, int) else ""
+            raise ArgumentError(f"the loss must be a real number; it is {kind(value)}.{hint}")
 
     def _assemble(
         self,
@@ -362,6 +365,12 @@ class Call:
 
 def _as_array(x: Any) -> Any:
     return x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
+
+
+def _one_of(batch: Any) -> jax.ShapeDtypeStruct:
+    """The shape of one example. A weak type says that its precision is that of what it meets."""
+    weak = getattr(batch, "weak_type", False)
+    return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype, weak_type=weak)
 
 
 def _is_concrete(x: jax.Array) -> bool:

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pergrad import _compat
+from pergrad._arguments import roles_of
 from pergrad._call import Call
 from pergrad._devices import Devices, devices_of, explicit_axes, find_mesh
 from pergrad._plan import Plan
@@ -47,10 +48,28 @@ def run(
 
 
 def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-    """The plan of one call; on several devices it is that of each."""
-    call = Call(request, args, kwargs)
+    """The plan of one call; on several devices it is that of each.
+
+    Any argument may be a `jax.ShapeDtypeStruct`, or have leaves that are. The program takes parameters
+    and examples as inputs, of which it needs the shapes alone, and all else as constants. So what else
+    is a shape becomes a tracer, which is a constant like those under `jit`.
+    """
+    roles = roles_of(request, args, kwargs)
+    others = {n: x for n, x in enumerate(args) if n not in (*roles.argnums, *roles.batch_argnums)}
+    leaves, tree = jax.tree.flatten((others, dict(kwargs)))
+    is_shape = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    plans = []
+
+    def with_constants(constants: Sequence[Any]) -> None:
+        given = iter(constants)
+        pairs = zip(leaves, is_shape, strict=True)
+        others, kwargs = tree.unflatten([next(given) if s else x for x, s in pairs])
+        call = Call(request, [others.get(n, x) for n, x in enumerate(args)], kwargs)
+        plans.append((_Spread(call).local_call() if request.axes else call).plan())
+
     with _compat.newer_jax_explained():
-        return (_Spread(call).local_call() if request.axes else call).plan()
+        jax.eval_shape(with_constants, [x for x, s in zip(leaves, is_shape, strict=True) if s])
+    return plans[0]
 
 
 def with_automatic_axes(request: Request, fun: Callable[..., Any], *args: Any) -> Any:

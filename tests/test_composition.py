@@ -407,6 +407,36 @@ def test_numpy_and_python_numbers():
     close(stats, expected(jax.tree.map(jnp.asarray, p), jax.tree.map(jnp.asarray, b), fun))
 
 
+@pytest.mark.parametrize("x", [jnp.full((4, 3), 0.7), np.float32(0.7) * np.ones((4, 3), np.float32)])
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32, jnp.asarray], ids=lambda k: k.__name__)
+def test_numbers_are_as_precise_as_in_jax_grad(kind, x):
+    # A Python number, and an array that was made of one (jnp.full), is computed with in the precision of
+    # what it meets.
+    def fun(p, x):
+        return jnp.mean(jnp.square(jnp.sin(p["a"] * x) + p["b"]))
+
+    p = {"a": kind(0.3), "b": kind(0.6)}
+    value, mean = pg.value_and_stats(fun, pg.Mean())(p, x)
+    expected_value, gradient = jax.value_and_grad(fun)(p, x)
+    rtol = 1e-14 if value.dtype == jnp.float64 else 1e-6
+    assert value.dtype == expected_value.dtype
+    close(value, expected_value, rtol)
+    assert jax.tree.map(lambda g: g.dtype, mean) == jax.tree.map(lambda g: g.dtype, gradient)
+    close(mean, gradient, rtol)
+
+
+@pytest.mark.parametrize("constant", [1.5, np.float64(1.5), np.float32(1.5), np.array(1.5)])
+def test_constant_loss(constant):
+    stats = {"mean": pg.Mean(), "variance": pg.Variance(), "norm": pg.Norm(), "loss": pg.Loss()}
+    value, result = pg.value_and_stats(lambda p, b: constant, stats)(params(), batch())
+    close(value, 1.5)
+    zeros = jax.tree.map(jnp.zeros_like, params())
+    close(result["mean"], zeros)
+    close(result["variance"], zeros)
+    close(result["norm"], np.zeros(BATCH))
+    close(result["loss"], np.full(BATCH, 1.5))
+
+
 def test_keywords_stay_what_they_are():
     seen = []
 

@@ -45,6 +45,8 @@ def call(fun=loss, args=(W, X), stats=None, weights=None, **options):
         (lambda w, x: {"loss": loss(w, x)}, {}, ["must return a scalar", "dict"]),
         (lambda w, x: jnp.sum(x @ w).astype(int), {}, ["must be a real number", "int"]),
         (lambda w, x: loss(w, x) + 0j, {}, ["must be a real number", "complex"]),
+        (lambda w, x: 3, {}, ["must be a real number", "3, a int", "3.0"]),
+        (lambda w, x: True, {}, ["must be a real number", "bool"]),
     ],
 )
 def test_loss(fun, options, words):

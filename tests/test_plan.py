@@ -107,6 +107,25 @@ def test_shapes_are_as_good_as_arrays():
     assert str(explain(*arrays)) == str(explain(*tagger_args(4, 3, 7, 5)))
 
 
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+@pytest.mark.parametrize("how", [{"rng_argnums": 3}, {"shared_argnums": 3}], ids=["split", "shared"])
+def test_other_arguments_may_be_shapes(key, how):
+    def loss(w, x, state, key, *, scale):
+        drop = jax.random.bernoulli(key, shape=x.shape)
+        return scale["s"] * jnp.mean(jnp.square(jnp.where(drop, 0, x) @ w - state["mean"]))
+
+    def shapes(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+    args = floats(3, 2), floats(8, 3), {"mean": jnp.zeros((1, 2), jnp.float32), "more": None}, key
+    scale = {"s": jnp.float32(2), "name": "scale"}
+    explain = pg.explain(loss, {"mean": pg.Mean(), "norm": pg.Norm()}, **how)
+    plan = explain(*args, scale=scale)
+    assert str(explain(*args[:2], *shapes(args[2:]), scale=scale | {"s": shapes(scale["s"])})) == str(
+        plan
+    )
+
+
 def test_nothing_is_allocated():
     plan = pg.explain(tagger, MOMENTS)(*tagger_args(10**6, vocab=10**9, width=10**5))
     assert plan.plain_bytes > 1e13
