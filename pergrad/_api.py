@@ -42,7 +42,8 @@ def value_and_stats(
       keep_batch_dim: True: `fun` is applied to batches of one. False: to one example, whose leaves
         have no example axis.
       rng_argnums: arguments whose leaves are PRNG keys, typed or raw. Example i of B gets
-        `jax.random.split(key, B)[i]`.
+        `jax.random.split(key, B)[i]`. What it draws depends on that key alone: numbers of `rbg` and
+        `unsafe_rbg` keys, for which `jax.vmap` does not hold to that, are drawn in a loop over examples.
       shared_argnums: arguments that are the same for all examples although they do not look like it:
         their leading axis is as long as the batch, or they hold PRNG keys. Such an argument is refused
         unless `batch_argnums`, `rng_argnums` or `shared_argnums` names it. All other arguments are the

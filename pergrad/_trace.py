@@ -13,6 +13,9 @@ early.
 `custom_jvp` and `custom_vjp` functions that a parameter went through have been replaced by their rules
 when the loss was differentiated. Those that are left belong to nothing that was, and stay calls: whoever
 differentiates the statistics gets their rules.
+
+Random numbers that would depend on the size of the batch they are drawn in are drawn one example after
+the other (`_inline_random`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.extend.core import primitives
 
 from pergrad import _compat
@@ -181,6 +185,26 @@ def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTabl
         return [with_batching(eqn)(*args)]
 
 
+def _inline_random(*unsafe: str) -> Inline:
+    """For numbers drawn from a key, or keys made of one, with implementations that are unsafe to map.
+
+    Mapped over keys, the hardware's generator draws all numbers from the first key: `jax.vmap` of
+    `jax.random.bits` is then no loop of it, and what an example gets depends on how many others are
+    beside it. For these implementations the examples are taken one after the other, for this equation
+    alone.
+    """
+
+    def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+        args = as_known(args, eqn.invars)
+        is_typed = jnp.issubdtype(args[0].dtype, jax.dtypes.prng_key)
+        if is_typed and jax.random.key_impl(args[0]) not in unsafe:
+            return _compat.bind(eqn, args)
+        with _compat.at_line_of(eqn):
+            return sequential_vmap(lambda *args: _compat.bind(eqn, args))(*args)
+
+    return inline
+
+
 CALLS: InlineTable = {
     _compat.ragged_dot_general_p: _inline_ragged_product,
     primitives.jit_p: _inline_call("jaxpr"),
@@ -188,6 +212,11 @@ CALLS: InlineTable = {
     primitives.cond_p: _inline_in_branches,
     primitives.scan_p: _inline_in_loop,
     _compat.remat_p: _inline_remat,
+    primitives.random_bits_p: _inline_random("rbg", "unsafe_rbg"),
+    primitives.random_gamma_p: _inline_random("rbg", "unsafe_rbg"),
+    primitives.random_split_p: _inline_random("unsafe_rbg"),
+    primitives.random_fold_in_p: _inline_random("unsafe_rbg"),
+    primitives.rng_bit_generator_p: _inline_random(),
 }
 CUSTOM_CALLS: InlineTable = {
     primitives.custom_jvp_call_p: _inline_call("call_jaxpr"),

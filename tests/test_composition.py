@@ -482,6 +482,33 @@ def test_keys_do_not_depend_on_the_microbatch(name):
         close(jax.jit(stats_fn)(*args), [oracle.variance(g), values])
 
 
+@pytest.mark.parametrize("draw", ["bits", "gamma", "fold_in", "split", "generator", "layers"])
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_that_are_unsafe_to_map_do_not_depend_on_the_microbatch(impl, draw):
+    def fun(p, x, key):
+        if draw == "fold_in":
+            key = jax.random.fold_in(key, 3)
+        if draw == "split":
+            key = jax.random.split(key)[1]
+        if draw == "generator":
+            noise = lax.rng_bit_generator(jax.random.key_data(key), x.shape)[1] / 2.0**32
+        elif draw == "layers":
+            keys = jax.random.split(key, 3)
+            noise = lax.scan(lambda c, key: (c + jax.random.normal(key, x.shape), None), 0 * x, keys)[0]
+        elif draw == "gamma":
+            noise = jax.random.gamma(key, 2.0, x.shape)
+        else:
+            noise = jax.random.normal(key, x.shape)
+        return jnp.mean(jnp.square(jnp.tanh((x * noise) @ p)))
+
+    args = normal(0, 3, 2), normal(1, BATCH, 3), jax.random.key(1, impl=impl)
+    values, _, g = oracle.per_example(fun, args, rng_argnums=2)
+    for size in (None, 1, 2):
+        stats = [pg.Variance(), pg.Loss()]
+        stats_fn = pg.grad_stats(fun, stats, rng_argnums=2, microbatch_size=size)
+        close(jax.jit(stats_fn)(*args), [oracle.variance(g), values])
+
+
 # remat.
 
 
