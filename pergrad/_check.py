@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pergrad import _compat, _spmd
+from pergrad._arguments import kind
 from pergrad._call import Call
 from pergrad._compat import JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
@@ -213,6 +214,12 @@ def _if_mixed(seen: _Seen) -> str:
         "of examples as one."
     )
     line = _where_examples_meet(seen.call)
+    if line is None and (same := _as_long_as_the_batch(seen.call)):
+        return (
+            f"Every single example is given {same}, which is as long as the batch: the loss takes it "
+            "from the scope around it, or shared_argnums names it. If it belongs to the examples, make "
+            "it an argument of the loss, and name it in batch_argnums."
+        )
     if line is None:
         return (
             f"Its examples influence each other (batch norm, a contrastive or balancing loss). {way_out}"
@@ -221,6 +228,15 @@ def _if_mixed(seen: _Seen) -> str:
         f"Its examples influence each other: they meet at {line}, as in batch norm in training mode or "
         f"a contrastive loss. {way_out}"
     )
+
+
+def _as_long_as_the_batch(call: Call) -> str | None:
+    """An array as long as the batch that is the same for all examples, if the loss uses one."""
+    loss = jax.make_jaxpr(
+        lambda params, batch: call.request.fun(*call.arguments(params, batch), **call.kwargs)
+    )
+    consts = loss(call.params, call.batch).consts
+    return next((kind(x) for x in consts if jnp.shape(x)[:1] == (call.size,)), None)
 
 
 def _where_examples_meet(call: Call) -> str | None:

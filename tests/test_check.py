@@ -216,6 +216,25 @@ def test_loss_that_insists_on_its_batch_size(params, batch):
         pg.check(fun)(params, batch)
 
 
+def test_arrays_of_the_batch_that_are_not_split(params, batch):
+    labels = batch["y"]
+
+    def closed_over(p, x):
+        return jnp.mean(jnp.square(predict(p, x) - labels))
+
+    def shared(p, x, y):
+        return jnp.mean(jnp.square(predict(p, x) - y))
+
+    words = ["(6, 2)", "as long as the batch", "make it an argument", "batch_argnums"]
+    for check, args in (
+        (pg.check(closed_over), (params, batch["x"])),
+        (pg.check(shared, shared_argnums=2), (params, batch["x"], labels)),
+    ):
+        with rejected(*words) as error:
+            check(*args)
+        assert "norm" not in str(error.value)
+
+
 def test_with_aux(params, batch):
     with rejected("influence each other"):
         pg.check(lambda p, b: (batch_norm_loss(p, b), b), has_aux=True)(params, batch)
