@@ -199,6 +199,12 @@ class _Call:
         own = places("argnums", request.argnums, args, kwargs)
         self.batch = places("batch_argnums", request.batch_argnums, args, kwargs)
         self.rng = places("rng_argnums", request.rng_argnums, args, kwargs)
+        for name, x in kwargs.items():
+            if isinstance(x, nnx.Pytree):
+                raise ArgumentError(
+                    f"the keyword argument {name} is of the type {type(x).__name__}. Give modules and "
+                    "nnx.Rngs by position: each example then gets random streams of its own."
+                )
         self.modules = {str(n): x for n, x in enumerate(args) if isinstance(x, nnx.Pytree)}
         is_wrt, names = nnx.filterlib.to_predicate(wrt), {str(n) for n in own}
         self.graphdef, params, self.rest = nnx.split(

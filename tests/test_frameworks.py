@@ -440,6 +440,31 @@ def test_whole_gradients(nnx):
     assert_close(first["norm"], oracle.norm(truth.grads["kernel"]))
 
 
+@pytest.mark.parametrize("make", ["value_and_stats", "explain", "check"])
+def test_arguments_without_a_role(nnx, make):
+    def loss(model, x, y):
+        return squared_error(model(x), y)
+
+    def fun(loss, **options):
+        stats = () if make == "check" else (pg.Mean(),)
+        return getattr(pg.nnx, make)(loss, *stats, **options)
+
+    model, (x, y) = nnx.Linear(D, D, rngs=nnx.Rngs(0)), sequences()
+    with pytest.raises(pg.ArgumentError, match=r"(?s)args\[2\].*=\(1, 2\).*shared_argnums=2"):
+        fun(loss)(model, x, y)
+    fun(loss, batch_argnums=(1, 2))(model, x, y)
+    fun(lambda model, x, y: jnp.mean(model(x)), shared_argnums=2)(model, x, y)
+    with pytest.raises(pg.ArgumentError, match=r"(?s)args\[2\].*PRNG key.*rng_argnums=2"):
+        fun(loss)(model, x, jax.random.key(0))
+    with pytest.raises(pg.ArgumentError, match=r"(?s)y is of the type Rngs.*by position"):
+        fun(loss)(model, x, y=nnx.Rngs(0))
+    with pytest.raises(pg.ArgumentError, match=r"(?s)make the batch an argument"):
+        fun(loss)(model)
+    # Modules are as wide as they are, whatever the batch, and have streams of their own.
+    rows, noisy = jnp.ones((D, D)), nnx.Dropout(0.5, rngs=nnx.Rngs(0), deterministic=True)
+    fun(lambda model, x, more: jnp.mean(more(model(x))))(model, rows, noisy)
+
+
 def test_training_step(nnx):
     batch, modules = sequences(), []
     for grad in (
