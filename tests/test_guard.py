@@ -30,6 +30,9 @@ CLIPPED = {"clipped": pg.ClippedMean(1.0)}
 HAS_OTHER_EMITTERS = "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]
 AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True} if HAS_OTHER_EMITTERS else None
 
+# In JAX 0.12 `jax.grad` of the scanned layers takes 9% less than in 0.10, and the statistics 2% less.
+NEWER_XLA = jax.__version_info__ >= (0, 11)
+
 LONG = Transformer(batch=8, length=256, width=256, layers=1, vocab=1024)
 TIED = Transformer(batch=8, length=128, width=256, layers=1, vocab=4096, tied=True)
 SCANNED = Transformer(batch=8, length=128, width=256, layers=4, vocab=1024, scanned=True)
@@ -53,7 +56,7 @@ LIMITS = {
     "long: moments, one example at a time": Limit(LONG, MOMENTS, 1, None, 0.14),
     "long: clipped": Limit(LONG, CLIPPED, None, 1.32, 1.0),
     "tied: moments": Limit(TIED, MOMENTS, None, 1.02, 0.88),
-    "scanned: moments": Limit(SCANNED, MOMENTS, None, None, 1.06),
+    "scanned: moments": Limit(SCANNED, MOMENTS, None, None, 1.10 if NEWER_XLA else 1.06),
     "lstm: moments": Limit(RECURRENT, MOMENTS, None, None, 1.4),
     "lstm: tokens": Limit(RECURRENT, TOKENS, None, None, 1.45),
     "cnn: moments": Limit(CONVOLUTIONAL, MOMENTS, None, None, 0.98),
