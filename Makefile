@@ -17,7 +17,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-engine-oldest \
-	test-engine-newest lint bench bench-torch clean
+	test-engine-newest mutants lint bench bench-torch clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone with the
 
 test-engine-newest: $(NEWEST)/installed ## run the engine's tests alone with the newest JAX
 	$(NEWEST)/bin/python $(PYTEST) $(ENGINE)
+
+mutants: $(VENV)/installed ## break the engine in many small ways and see that the tests notice
+	$(VENV)/bin/python -m tests.mutants
 
 lint: $(VENV)/installed ## check style, formatting and types
 	$(VENV)/bin/ruff check .
