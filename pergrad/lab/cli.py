@@ -27,7 +27,7 @@ from pergrad.lab.config import (
     TaskName,
     Train,
 )
-from pergrad.lab.errors import in_one_line
+from pergrad.lab.errors import LabError, in_one_line
 from pergrad.lab.progress import ProgressBar, RunsBar
 
 DEMO = Train(model=Model(context=128), batch_size=8)  # whose plan and price the demonstration shows
@@ -325,6 +325,23 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
+# What a sweep takes several values of, and what to write.
+SEVERAL = {
+    "--optimizer": "--optimizers adam micro_adam",
+    "--learning-rate": "--learning-rates 0.005 0.01 0.02",
+    "--seed": "--seeds 0 1 2",
+}
+
+
+def _check_sweep(args: Sequence[str]) -> None:
+    for option in (arg.partition("=")[0].replace("_", "-") for arg in args):
+        if option in SEVERAL:
+            raise LabError(
+                f"a sweep takes several values where a run has one: write, for example, "
+                f"{SEVERAL[option]} in place of {option}."
+            )
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 1 for an error that is told in one line, or 2 for a wrong option."""
     args = sys.argv[1:] if args is None else args
@@ -332,6 +349,8 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"pergrad {pg.__version__}")
         return 0
     try:
+        if args and args[0] == "sweep":
+            _check_sweep(args)
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="pergrad",
