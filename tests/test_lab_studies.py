@@ -146,7 +146,7 @@ def test_the_demonstration(base, ran, monkeypatch, capsys):
     out = ran("sign").out
     assert cli.main(["demo", "--out", str(out), "--processes", "1"]) == 0
     shown = capsys.readouterr().out
-    parts = ["['head']['kernel']", "candidate", "vmap(grad)", "Sign ends below MicroSign"]
+    parts = ["['head']", "candidate", "vmap(grad)", "Sign ends below MicroSign"]
     places = [shown.index(part) for part in parts]
     assert places == sorted(places) and shown.endswith(f"{out}/report.html\n")
 
