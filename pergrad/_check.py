@@ -22,7 +22,7 @@ import numpy as np
 from pergrad import _compat, _spmd
 from pergrad._arguments import kind
 from pergrad._call import Call
-from pergrad._compat import JaxprEqn, Literal, Var, aval
+from pergrad._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName
 from pergrad._statistics import Individual, Loss, Mean
@@ -58,7 +58,8 @@ def check(
       fun: the loss, as for `value_and_stats`.
       argnums: what to differentiate.
       rtol: how far the two may be apart, relative to the size of the examples' gradients. By default
-        what rounding explains: about 1e-4 in float32.
+        what rounding explains: about 1e-4 in float32, and 5e-2 if some of the model computes in
+        bfloat16, whatever dtype the parameters have.
       batch_argnums, shared_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name, strategy:
         as for `value_and_stats`.
       rng_argnums: refused unless it is empty. The batch and its single examples would draw different
@@ -116,7 +117,7 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
 
         (value, (mean, square, losses)), (whole, gradient) = both(call.params, call.batch)
         value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)
-        eps = max(float(jnp.finfo(x.dtype).eps) for x in call.params)
+        eps = _coarsest(jax.make_jaxpr(whole_gradient)(call.params, call.batch).jaxpr)
         tolerance = eps**0.6 if rtol is None else rtol
         seen = _Seen(call, _flat(mean), _flat(gradient), losses, whole, tolerance)
         leaves = list(zip(call.paths, *map(jax.tree.leaves, (mean, gradient, square)), strict=True))
@@ -130,6 +131,19 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
             raise NotPerExampleError(_message(wrong, seen))
 
     return check_loss
+
+
+def _coarsest(jaxpr: Jaxpr) -> float:
+    """The largest rounding step, relative to 1, of anything that a program computes."""
+    coarsest = 0.0
+    for eqn in _compat.drop_dead_code(jaxpr).eqns:
+        dtypes = [aval(v).dtype for v in eqn.outvars]
+        floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+        inside = [x for x in jax.tree.leaves(eqn.params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
+        programs = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in inside]
+        steps = [*(float(jnp.finfo(dtype).eps) for dtype in floats), *map(_coarsest, programs)]
+        coarsest = max([coarsest, *steps])
+    return coarsest
 
 
 class _Seen(NamedTuple):

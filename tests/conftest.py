@@ -115,6 +115,8 @@ ERROR = {
     "float32": 1e-4,
     # Roundings of 4e-3 each, in the model's own forward and backward pass, which no strategy can undo.
     "bfloat16": 1e-1,
+    # float32 parameters and a model that computes in bfloat16: what rounds is the model.
+    "mixed": 1e-1,
 }
 # A leaf's G is not taken to be less than this fraction of the largest gradient of all parameters and of
 # the loss: a gradient that is zero by cancellation is as inexact as what cancels.
@@ -214,6 +216,26 @@ def truth_of(case: Case, dtype: str) -> Truth:
 
     args = jax.tree.map(widen, case.make_args(jnp.dtype(dtype)))
     return Truth(*oracle.per_example(traced_once(case.loss), args, **options(case)))
+
+
+def in_mixed_precision(case: Case, loss: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A case's `loss` and its bfloat16 arguments as most models are trained: with float32 parameters,
+    which the model casts to bfloat16, and a float32 loss. The truth is that of bfloat16."""
+    argnums = case.argnums if isinstance(case.argnums, tuple) else (case.argnums,)
+
+    def cast(args: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+        def leaf(x: Any) -> Any:
+            return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return tuple(jax.tree.map(leaf, x) if n in argnums else x for n, x in enumerate(args))
+
+    def mixed(*args: Any) -> Any:
+        out = loss(*cast(args, jnp.bfloat16))
+        value, *aux = out if case.has_aux else (out,)
+        value = value.astype(jnp.float32)
+        return (value, *aux) if case.has_aux else value
+
+    return mixed, cast(args, jnp.float32)
 
 
 def options(case: Case) -> dict[str, Any]:

@@ -18,7 +18,15 @@ from pergrad._compat import name_p, ragged_dot_general_p
 from pergrad._steps import STEPS
 from pergrad.terms import TERMS
 from tests.cases import BATCH, CASES, Case, array
-from tests.conftest import ERROR, STATISTICS, assert_agrees, options, traced_once, truth_of
+from tests.conftest import (
+    ERROR,
+    STATISTICS,
+    assert_agrees,
+    in_mixed_precision,
+    options,
+    traced_once,
+    truth_of,
+)
 
 STRATEGIES = ("auto", "streamed", "materialise", "summed", "factored", "centred", "sparse")
 WEIGHTS = np.array([1, 0, 2.5, 3, 0.5])
@@ -84,11 +92,14 @@ class Runner:
     ) -> None:
         keep_batch_dim, weights, size = variant
         loss = traced_once(case.loss) if once else case.loss
-        self.error = ERROR_OF_CASE.get((case.name, dtype), ERROR[dtype])
-        self.truth = truth_of(case, dtype)
+        rounded = "bfloat16" if dtype == "mixed" else dtype
+        self.error = ERROR_OF_CASE.get((case.name, rounded), ERROR[dtype])
+        self.truth = truth_of(case, rounded)
+        self.args = case.make_args(jnp.dtype(rounded))
+        if dtype == "mixed":
+            loss, self.args = in_mixed_precision(case, loss, self.args)
         self.loss = loss if keep_batch_dim else as_single(case, loss)
         self.options = options(case) | {"keep_batch_dim": keep_batch_dim, "microbatch_size": size}
-        self.args = case.make_args(jnp.dtype(dtype))
         self.weights = None if weights == "none" else WEIGHTS
         if weights == "padded":
             self.args = pad(case, self.args)
@@ -149,13 +160,14 @@ def test_means_alone(case: Case) -> None:
     runner.check("auto")
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_low_precision(case: Case) -> None:
     # What rounds in its own way; the other means do as the square does. From case to case the type
-    # changes, the strategy, and whether there is something that wants whole gradients.
-    index = CASES.index(case) // 2
-    dtype = ("float32", "bfloat16")[index % 2]
-    number = index // 2 + index // len(VARIANTS)
+    # changes, the strategy, and whether there is something that wants whole gradients. Most models are
+    # trained in mixed precision, and so is every second case.
+    index = CASES.index(case)
+    dtype = ("mixed", "float32", "mixed", "bfloat16")[index % 4]
+    number = index // 4 + index // len(VARIANTS)
     whole = ("fold", "individual") if number % 4 < 2 else ()
     names = ("mean", "square", "cos", "sign", "variance", *whole)
     strategy = ("auto", "streamed")[number % 2]

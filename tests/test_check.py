@@ -11,8 +11,29 @@ import pytest
 import pergrad as pg
 from tests import oracle
 from tests.cases import CASES, array
+from tests.conftest import in_mixed_precision
 
 DTYPES = [jnp.float64, jnp.float32, jnp.bfloat16]
+MIXED = "mixed"  # float32 parameters of a model that computes in bfloat16
+
+
+def name_of(dtype):
+    return dtype if dtype == MIXED else dtype.__name__
+
+
+def in_precision(fun, params, batch, dtype):
+    """A loss and its arguments in one of the dtypes above, or mixed."""
+    own, inside = (jnp.float32, jnp.bfloat16) if dtype == MIXED else (dtype, dtype)
+    params, batch = (
+        jax.tree.map(lambda x, t=t: x.astype(t), tree) for tree, t in ((params, own), (batch, inside))
+    )
+    if dtype != MIXED:
+        return fun, params, batch
+
+    def mixed(p, b):
+        return fun(jax.tree.map(lambda x: x.astype(inside), p), b).astype(jnp.float32)
+
+    return mixed, params, batch
 
 
 def rejected(*words):
@@ -50,12 +71,44 @@ def squared_error(p, batch):
 # Accepted.
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", ["mlp", "transformer", "with_aux", "two_argnums", "regularised"])
+@pytest.mark.parametrize("dtype", [*DTYPES, MIXED], ids=name_of)
+@pytest.mark.parametrize(
+    "name", ["mlp", "transformer", "transformer_scanned", "with_aux", "two_argnums", "regularised"]
+)
 def test_good_loss(name, dtype):
     (case,) = [case for case in CASES if case.name == name]
-    check = pg.check(case.loss, case.argnums, batch_argnums=case.batch_argnums, has_aux=case.has_aux)
-    assert check(*case.make_args(dtype)) is None
+    loss, args = case.loss, case.make_args(jnp.bfloat16 if dtype == MIXED else dtype)
+    if dtype == MIXED:
+        loss, args = in_mixed_precision(case, loss, args)
+    check = pg.check(loss, case.argnums, batch_argnums=case.batch_argnums, has_aux=case.has_aux)
+    assert check(*args) is None
+
+
+def test_a_layer_that_casts_its_parameters(params, batch):
+    # As Flax does with `dtype=jnp.bfloat16`; here in the step of a loop, which has all of bfloat16.
+    def fun(p, b):
+        def step(h, w):
+            return jnp.tanh(h.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32), None
+
+        h, _ = jax.lax.scan(step, b["x"], p)
+        return jnp.mean(jnp.square(h - b["y"]))
+
+    r = np.random.default_rng(0)
+    p = array(r.normal(size=(3, 5, 5)), jnp.float32)
+    x, y = (array(r.normal(size=(16, 5)), jnp.float32) for _ in range(2))
+    pg.check(fun)(p, {"x": x, "y": y})
+    with rejected():
+        pg.check(lambda p, b: 1.2 ** (b["x"].shape[0] - 1) * fun(p, b))(p, {"x": x, "y": y})
+
+
+def test_half_precision_data_do_not_make_a_float32_model_coarse(params, batch):
+    def almost(p, b):
+        b = jax.tree.map(lambda x: x.astype(jnp.float32), b)
+        return squared_error(p, b) * (1 + 1e-2 * (b["x"].shape[0] - 1))
+
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    with rejected():
+        pg.check(almost)(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch))
 
 
 def test_batch_in_two_arguments_and_a_list_of_argnums():
@@ -93,12 +146,12 @@ def test_tolerance(params, batch):
 # Rejected.
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", [*DTYPES, MIXED], ids=name_of)
 def test_sum_in_place_of_a_mean(params, batch, dtype):
     def summed(p, b):
         return jnp.sum(jnp.square(predict(p, b["x"]) - b["y"]))
 
-    params, batch = jax.tree.map(lambda x: x.astype(dtype), (params, batch))
+    summed, params, batch = in_precision(summed, params, batch, dtype)
     with rejected("batch of 6", "['w']", "6 times as large", "sum over the examples", "jnp.mean"):
         pg.check(summed)(params, batch)
 
@@ -132,7 +185,7 @@ def total_norm_loss(p, batch):
     return jnp.sqrt(squared_error(p, batch))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", [*DTYPES, MIXED], ids=name_of)
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
@@ -142,8 +195,8 @@ def total_norm_loss(p, batch):
     ],
 )
 def test_examples_that_meet(params, batch, fun, text, dtype):
-    params, batch = jax.tree.map(lambda x: x.astype(dtype), (params, batch))
     words = ["influence each other", line_of(fun, text), "batch norm", "contrastive", "layer norm"]
+    fun, params, batch = in_precision(fun, params, batch, dtype)
     with rejected(*words):
         pg.check(fun)(params, batch)
 
@@ -168,11 +221,12 @@ def sequences():
     return {"x": array(x), "y": array(y), "mask": array(mask, float)}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", [*DTYPES, MIXED], ids=name_of)
 def test_mean_over_all_tokens(params, sequences, dtype):
-    params, sequences = jax.tree.map(lambda x: x.astype(dtype), (params, sequences))
-    with rejected("weighted mean", "between 0.25 and 1.75", "tokens", "example_weights"):
-        pg.check(ragged)(params, sequences)
+    fun, params, sequences = in_precision(ragged, params, sequences, dtype)
+    counts = "between 0.2" if dtype in (jnp.bfloat16, MIXED) else "between 0.25 and 1.75"
+    with rejected("weighted mean", counts, "tokens", "example_weights"):
+        pg.check(fun)(params, sequences)
 
 
 def test_token_counts_as_weights_give_the_gradient_of_the_mean_over_all_tokens(params, sequences):

@@ -266,6 +266,48 @@ def test_mixed_precision(model, own, inside, strategy, size):
     np.testing.assert_allclose(result["variance"], oracle.variance(g), rtol=0, atol=8 * error * G**2)
 
 
+# Layouts of the products that make up a gradient: where XLA's CPU backend has no product of bfloat16
+# matrices with a float32 result, it refuses to run it. Which ones depends on the axes around it.
+
+
+def into_heads(w, x):  # [d, h, k]
+    return lax.dot_general(x, w, (((2,), (0,)), ((), ())))
+
+
+def out_of_heads(w, x):  # [h, k, d]
+    return lax.dot_general(x.reshape(*x.shape[:2], 2, 4), w, (((2, 3), (0, 1)), ((), ())))
+
+
+def transposed(w, x):  # [k, d]
+    return lax.dot_general(w, x, (((1,), (2,)), ((), ())))
+
+
+def heads_apart(w, x):  # [h, d, e, f]
+    return lax.dot_general(w, x.reshape(*x.shape[:2], 2, 4), (((1,), (3,)), ((0,), (2,))))
+
+
+LAYOUTS = {into_heads: (8, 2, 5), out_of_heads: (2, 4, 3), transposed: (5, 8), heads_apart: (2, 4, 3, 5)}
+
+
+@pytest.mark.parametrize("half", HALVES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("model", LAYOUTS, ids=lambda model: model.__name__)
+def test_products_of_any_layout_in_mixed_precision(model, half):
+    p, x = array(0.5 * normal(0, *LAYOUTS[model]), "float32"), array(normal(1, 7, 6, 8), half)
+
+    def fun(p, x):
+        return jnp.mean(jnp.tanh(model(p.astype(half), x)).astype(jnp.float32))
+
+    g = np.asarray(oracle.per_example(fun, (p, x))[2], np.float64)
+    # A few roundings of the half-precision model.
+    close = dict(rtol=0, atol=6 * float(jnp.finfo(half).eps) * np.max(np.abs(g)))
+    for statistic in (pg.Mean(), pg.Mean(per="token"), pg.Mean(per=2)):
+        for strategy in ("auto", "streamed", "materialise"):
+            result = jax.jit(pg.grad_stats(fun, statistic, strategy=strategy))(p, x[:6])
+            np.testing.assert_allclose(result, oracle.mean(g[:6]), **close)
+    result = jax.jit(pg.grad_stats(fun, pg.Dot()))(p, x, direction=p)
+    np.testing.assert_allclose(result, oracle.dot(g, p), rtol=0, atol=np.sum(np.abs(p)) * close["atol"])
+
+
 # Weights.
 
 

@@ -6,8 +6,11 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env, evaluate
@@ -61,3 +64,21 @@ class Term(abc.ABC):
     @abc.abstractmethod
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One contribution, shaped like the term, from its parts; float32 at least."""
+
+
+def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> jax.Array:
+    """A `dot_general` whose result has this dtype (None: that of its operands), maybe a wider one.
+
+    Accelerators sum half-precision products up in float32, if asked to. XLA's CPU backend widens
+    the operands, but not for all layouts: others it compiles and then does not run ("Unsupported element
+    type for DotThunk: BF16 x BF16 = F32"). There the operands are widened here, which takes as long.
+    """
+
+    def asked_for(x: Any, d: Any) -> jax.Array:
+        return lax.dot_general(x, d, numbers, precision=precision, preferred_element_type=dtype)
+
+    if dtype is None or dtype == jnp.promote_types(x.dtype, d.dtype):
+        return asked_for(x, d)
+    return lax.platform_dependent(
+        x, d, cpu=lambda x, d: asked_for(x.astype(dtype), d.astype(dtype)), default=asked_for
+    )

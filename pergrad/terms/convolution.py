@@ -32,7 +32,7 @@ from jax import lax
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env, distinct, read
 from pergrad._statistics import Weights, accumulation_dtype, weigh, weigh_factors
-from pergrad.terms._term import Term
+from pergrad.terms._term import Term, product
 
 MOST_POSITIONS = 128  # each is a copy of x in the patches
 
@@ -74,13 +74,8 @@ class Convolution(Term):
 
     def form(self, env: Env) -> None:
         patches, y = self._as_product(*(read(env, v) for v in self.eqn.invars))
-        g = lax.dot_general(
-            patches,
-            y,
-            (((1,), (0,)), ((2,), (1,))),
-            precision=self.eqn.params["precision"],
-            preferred_element_type=self.eqn.params["preferred_element_type"],
-        )
+        dtype, precision = (self.eqn.params[k] for k in ("preferred_element_type", "precision"))
+        g = product(patches, y, (((1,), (0,)), ((2,), (1,))), dtype, precision)
         env[self.out] = self._from_product(g)
 
     def _as_product(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +98,7 @@ class Convolution(Term):
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
         patch, y = parts
         dtype = accumulation_dtype(aval(self.out).dtype)
-        g = lax.dot_general(patch, y, (((), ()), ((1,), (0,))), preferred_element_type=dtype)
+        g = product(patch, y, (((), ()), ((1,), (0,))), dtype)
         return self._from_product(g)
 
     def _patches(self, x: jax.Array, sizes: Sequence[int]) -> jax.Array:

@@ -26,12 +26,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._eval import Env, distinct, read
 from pergrad._statistics import Weights, accumulation_dtype, weigh, weigh_factors
-from pergrad.terms._term import Term
+from pergrad.terms._term import Term, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Product(Term):
         ]
         x, d = parts
         dtype = accumulation_dtype(aval(self.out).dtype)
-        return lax.dot_general(x, d, (((), ()), (left[0], left[1])), preferred_element_type=dtype)
+        return product(x, d, (((), ()), (left[0], left[1])), dtype)
 
     def in_rows(self, env: Env) -> tuple[jax.Array, jax.Array]:
         """X [B, batch, T, a] and D [B, batch, T, b], in float32 at least, from factors [B, ...]."""
@@ -120,10 +119,4 @@ class Product(Term):
             positions = math.prod(x.shape[: len(xc)])
             x, d = (a.reshape(positions, *a.shape[len(xc) :]) for a in (x, d))
             xc, dc = (0,), (0,)
-        return lax.dot_general(
-            x,
-            d,
-            ((xc, dc), (xb, db)),
-            precision=self.eqn.params["precision"],
-            preferred_element_type=dtype,
-        )
+        return product(x, d, ((xc, dc), (xb, db)), dtype, self.eqn.params["precision"])
