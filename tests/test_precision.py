@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
+from pergrad import _price
 from tests import oracle
 from tests.cases import array
 
@@ -113,6 +114,43 @@ def test_variance_is_never_negative(strategy, dtype):
         for ratio in (1e1, 1e6):
             result = stats_fn(*make(name, ratio=ratio, size=11, dtype=dtype))
             assert np.all(np.asarray(result) >= 0), (name, ratio)
+
+
+# Batched streams, which accelerators have: the examples that do not fill a group come one by one.
+
+
+@pytest.mark.parametrize("at_a_time", [2, 3, 4, 9])
+@pytest.mark.parametrize("name", ["positions", "embedding"])
+def test_the_last_examples_of_a_batched_stream_count(name, at_a_time, monkeypatch):
+    monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
+    fun, _ = LOSSES[name]
+    w, batch = make(name, ratio=1, size=11, dtype=jnp.float64)
+    _, _, g = oracle.per_example(fun, (w, batch))
+    v = array(normal(5, *np.shape(w)))
+    truth = {
+        pg.Mean(): oracle.mean,
+        pg.Mean(jnp.square): lambda g, c: oracle.mean_of(np.square, g, c),
+        pg.Mean(jnp.sign): lambda g, c: oracle.mean_of(np.sign, g, c),
+        pg.Variance(): oracle.variance,
+        pg.Fold(jnp.zeros_like, lambda s, g: jnp.maximum(s, jnp.abs(g))): lambda g, c: np.max(
+            np.abs(g[c > 0]), axis=0
+        ),
+        pg.Norm(): lambda g, c: oracle.norm(g),
+        pg.Dot(): lambda g, c: oracle.dot(g, v),
+        pg.Individual(): lambda g, c: g,
+        pg.ClippedMean(2.0): lambda g, c: oracle.clipped_mean(g, 2.0, c),
+    }
+    stats, strategy = list(truth), f"streamed:{at_a_time}"
+    for weights in (None, np.array([1, 2, 0, 1, 1, 3, 1, 1, 0, 2, 1.5])):
+        stats_fn = jax.jit(pg.grad_stats(fun, stats, strategy=strategy))
+        result = stats_fn(w, batch, example_weights=weights, direction=v)
+        counts = np.ones(11) if weights is None else weights
+        for statistic, own in zip(stats, result, strict=True):
+            np.testing.assert_allclose(
+                own, truth[statistic](g, counts), rtol=1e-10, atol=1e-12, err_msg=repr(statistic)
+            )
+    (row,) = {row.strategy for row in pg.explain(fun, pg.Variance(), strategy=strategy)(w, batch).rows}
+    assert row == strategy
 
 
 # Half precision.
