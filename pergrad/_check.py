@@ -108,16 +108,20 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
         def both(params: Sequence[Any], batch: Sequence[Any]) -> Any:
             args = call.arguments(params, batch)
             each = _spmd.run(request, args, kwargs)
-            return each, _spmd.with_automatic_axes(request, whole_gradient, params, batch)
+            return each, of_batch(params, batch)
 
         def whole_gradient(params: Sequence[Any], batch: Sequence[Any]) -> Any:
             args = call.arguments(params, batch)
             grad_fn = jax.value_and_grad(request.fun, request.argnums, has_aux=request.has_aux)
             return grad_fn(*args, **kwargs)
 
+        def of_batch(params: Sequence[Any], batch: Sequence[Any]) -> Any:
+            return _spmd.with_automatic_axes(request, whole_gradient, params, batch)
+
         (value, (mean, square, losses)), (whole, gradient) = both(call.params, call.batch)
         value, whole = (value[0], whole[0]) if request.has_aux else (value, whole)
-        eps = _coarsest(jax.make_jaxpr(whole_gradient)(call.params, call.batch).jaxpr)
+        program = jax.make_jaxpr(of_batch)(call.params, call.batch).jaxpr
+        eps = max(_coarsest(program), *(float(jnp.finfo(x.dtype).eps) for x in call.params))
         tolerance = eps**0.6 if rtol is None else rtol
         seen = _Seen(call, _flat(mean), _flat(gradient), losses, whole, tolerance)
         leaves = list(zip(call.paths, *map(jax.tree.leaves, (mean, gradient, square)), strict=True))
