@@ -220,7 +220,8 @@ def power(p: int | float) -> Power:
 
 Phi = Callable[[jax.Array], jax.Array] | None
 
-FACTORABLE = (jnp.square, jnp.abs, jnp.absolute, jnp.sign)
+# What is known to be factorable, and its degree.
+FACTORABLE = ((jnp.square, 2), (jnp.abs, 1), (jnp.absolute, 1), (jnp.sign, 0))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -229,6 +230,11 @@ class Mean(Accumulator):
 
     The result is shaped like the parameters. Without `phi` it is the mean gradient, what `jax.grad`
     returns. `phi` sees the gradient in at least float32.
+
+    `phi(g)` has the range of its dtype: in float32 a square is 0 for a `g` below 1e-19, and infinite for
+    one above 1e19. NaN and infinities are not hidden: an example whose gradient is NaN makes the mean
+    NaN, unless its weight is 0. For `jnp.sign` that may take in further entries of the same row or
+    column, if a gradient is both infinite and NaN there.
 
     Args:
       phi: an elementwise function, or None for the identity.
@@ -271,13 +277,16 @@ class Mean(Accumulator):
 
     @property
     def is_factorable(self) -> bool:
-        if self.factorable is not None:
-            return self.factorable
-        return (
-            self.phi is None
-            or isinstance(self.phi, Power)
-            or any(self.phi is known for known in FACTORABLE)
-        )
+        return self.degree is not None if self.factorable is None else self.factorable
+
+    @property
+    def degree(self) -> float | None:
+        """The p for which `phi(g)` is `|g| ** p` but for the sign; None if it is not known."""
+        if self.phi is None:
+            return 1
+        if isinstance(self.phi, Power):
+            return self.phi.p
+        return next((degree for known, degree in FACTORABLE if self.phi is known), None)
 
     def apply(self, g: jax.Array) -> jax.Array:
         """`phi(g)` in the dtype that sums are kept in."""

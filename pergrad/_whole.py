@@ -9,7 +9,8 @@ are there, it is a mean with other weights, w_i phi(min(1, C / ||g_i||)), over f
 there.
 
 Squares are kept in float32 at least (float64 for float64 gradients). A norm below 1e-19 or above 1e19 is
-0 or infinite in float32, as its square is.
+0 or infinite in float32, as its square is, by every strategy: what a gradient is made of may be larger
+or smaller. A gradient that is not finite has a norm that is infinite or NaN.
 """
 
 from __future__ import annotations

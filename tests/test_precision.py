@@ -116,6 +116,103 @@ def test_variance_is_never_negative(strategy, dtype):
             assert np.all(np.asarray(result) >= 0), (name, ratio)
 
 
+# Range: a statistic exists in float32 if its gradients' values do, whatever the factors are.
+
+POWERS = {
+    pg.Mean(jnp.square): np.square,
+    pg.Mean(pg.power(3)): lambda g: g**3,
+    pg.Mean(pg.power(1.5)): lambda g: np.abs(g) ** 1.5,
+    pg.Mean(lambda g: g * jnp.abs(g), factorable=True): lambda g: g * np.abs(g),
+    pg.Mean(jnp.abs): np.abs,
+    pg.Mean(jnp.sign): np.sign,
+}
+
+
+def heads_loss(w, batch):
+    x, d = (batch[k].reshape(len(batch[k]), 2, -1) for k in "xd")
+    return jnp.mean(jnp.sum(jnp.einsum("bha,hac->bhc", x, w) * d, axis=(1, 2)))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "factored", "streamed"])
+@pytest.mark.parametrize("fun, shape", [(product_loss, (6, 4)), (heads_loss, (2, 3, 2))])
+def test_powers_of_gradients_whose_factors_have_none(fun, shape, strategy):
+    # Factors from 1e-30 to 1e30, other ones in every example and in both heads; gradients of 1e-10 to 1.
+    scale = 10.0 ** np.array([22, -22, 3, 30, -30, 0, 10])[:, None]
+    x, d = normal(0, 7, 6) * scale, normal(1, 7, 4) / scale
+    if fun is heads_loss:
+        x[1, 3:], d[1, 2:] = x[1, 3:] * 1e30, d[1, 2:] / 1e30
+    d[2] *= 1e-10
+    x[5], d[6] = 0, 0
+    batch = {"x": array(x, "float32"), "d": array(d, "float32")}
+    w = jnp.zeros(shape, jnp.float32)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float64), batch)
+    _, _, g = oracle.per_example(fun, (w.astype(jnp.float64), wide))
+    for weights in (None, np.array([1.0, 2, 1, 0.5, 3, 1, 1])):
+        stats_fn = jax.jit(pg.grad_stats(fun, list(POWERS), strategy=strategy))
+        result = stats_fn(w, batch, example_weights=weights)
+        for own, (statistic, phi) in zip(result, POWERS.items(), strict=True):
+            truth = oracle.mean_of(phi, g, weights)
+            np.testing.assert_allclose(own, truth, rtol=1e-5, err_msg=repr(statistic))
+
+
+@pytest.mark.parametrize("power, size", [(2, 1e-17), (2, 1e17), (4, 1e-8), (4, 1e8)])
+def test_powers_as_small_and_large_as_float32_has(power, size):
+    x, d = normal(0, 5, 3) * 1e-15, normal(1, 5, 4) * 1e15 * size
+    batch = {"x": array(x, "float32"), "d": array(d, "float32")}
+    g = np.einsum("ba,bc->bac", *(np.asarray(batch[k], np.float64) for k in "xd"))
+    stats_fn = pg.grad_stats(product_loss, pg.Mean(pg.power(power)), strategy="factored")
+    result = jax.jit(stats_fn)(jnp.zeros((3, 4), jnp.float32), batch)
+    np.testing.assert_allclose(result, np.mean(g**power, axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gram", "streamed"])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_norms_of_gradients_whose_factors_have_none(positions, strategy):
+    def fun(w, batch):
+        return jnp.mean(jnp.sum((batch["x"] @ w) * batch["d"], axis=(1, 2)))
+
+    scale = 10.0 ** np.array([22, -22, 3, 30, -30, 0])[:, None, None]
+    x, d = normal(0, 6, positions, 3) * scale, normal(1, 6, positions, 4) / scale
+    x[0, -1], d[0, -1] = x[0, -1] / 1e40, d[0, -1] * 1e40
+    x[5], d[5] = 0, 1e30
+    d[2] *= 1e-14
+    batch = {"x": array(x, "float32"), "d": array(d, "float32")}
+    w = jnp.zeros((3, 4), jnp.float32)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float64), batch)
+    _, _, g = oracle.per_example(fun, (w.astype(jnp.float64), wide))
+    stats = [pg.Norm(), pg.ClippedMean(1.0), pg.Gram()]
+    norm, clipped, gram = jax.jit(pg.grad_stats(fun, stats, strategy=strategy))(w, batch)
+    np.testing.assert_allclose(norm, oracle.norm(g), rtol=1e-5)
+    np.testing.assert_allclose(clipped, oracle.clipped_mean(g, 1.0), rtol=1e-4, atol=1e-6)
+    size = oracle.norm(g)
+    np.testing.assert_allclose(gram, oracle.gram(g), rtol=0, atol=1e-5 * np.max(size) ** 2)
+    np.testing.assert_allclose(np.diagonal(gram), size**2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "x, d", [(0, np.inf), (np.inf, 0), (np.inf, 1), (-2, np.inf), (np.nan, 0), (3, np.nan)]
+)
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_what_is_not_finite_in_a_factor(x, d, weight):
+    # The first entry of each factor of the first example; all others are finite, and none is 0.
+    batch = {"x": normal(0, 5, 3), "d": normal(1, 5, 4)}
+    batch["x"][0, 0], batch["d"][0, 0] = x, d
+    weights = np.array([weight, 1, 1, 1, 1])
+    batch = {k: array(a, "float32") for k, a in batch.items()}
+    w = jnp.zeros((3, 4), jnp.float32)
+    every = functools.partial(pg.grad_stats, product_loss, list(POWERS))
+    for given in (None, weights) if weight else (weights,):
+        formed = jax.jit(every(strategy="streamed"))(w, batch, example_weights=given)
+        factored = jax.jit(every(strategy="factored"))(w, batch, example_weights=given)
+        for own, truth, statistic in zip(factored, formed, POWERS, strict=True):
+            if statistic == pg.Mean(jnp.sign) and np.any(np.isnan(truth)):
+                # A zero times an infinity is NaN, and so is the whole row or column of that infinity.
+                assert np.all(np.isnan(own) >= np.isnan(truth))
+                rows, columns = (np.any(np.isnan(truth), axis=k) for k in (1, 0))
+                own, truth = (np.asarray(a)[~rows][:, ~columns] for a in (own, truth))
+            np.testing.assert_allclose(own, truth, rtol=1e-5, err_msg=repr(statistic))
+
+
 # Batched streams, which accelerators have: the examples that do not fill a group come one by one.
 
 

@@ -6,6 +6,12 @@ multiply them by numbers. Then
     sum_i w_i phi(g_i) = sum_i w_i phi(x_i) phi(d_i)^T = phi(X)^T diag(w) phi(D),
 
 a product over the examples, and phi(c g) = phi(c) phi(g) for a number c.
+
+In floats that needs care, by the degree p of phi, |phi(g)| = |g|^p. For p > 1 phi of a factor may
+overflow or vanish where phi(g) does not: the factors are balanced first (`Product.balanced`). For p = 0,
+the sign, 0 * inf is NaN but phi(0) phi(inf) is 0: phi of an infinite entry is NaN here if the other
+factor of the example has any zero. The sum is then NaN wherever phi(g) is, and maybe where g is
+infinite.
 """
 
 from __future__ import annotations
@@ -14,6 +20,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from pergrad._eval import Env
 from pergrad._statistics import LeafStatistic, Mean, added
 from pergrad._tail import Tail
 from pergrad.strategies._strategy import Examples, Job, Strategy
@@ -37,12 +47,26 @@ class Factored(Strategy):
     def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
         (product,) = tail.terms
         assert isinstance(product, Product)
-        phi = mean.apply if mean.phi is not None else lambda x: x
         env = tail.env(examples.factors, examples.constants)
-        env[product.out] = product.sum_of(phi, env, examples.weights)
+        env[product.out] = product.sum_of(*_phi_of_factors(product, mean, env), examples.weights)
         return tail.moved_and_scaled(
             env, lambda step, x: x * mean.apply(tail.number(step, env, x.dtype))
         )
+
+
+def _phi_of_factors(product: Product, mean: Mean, env: Env) -> tuple[jax.Array, jax.Array]:
+    """phi(X) and phi(D), where neither hides what phi(X^T D) is."""
+    x, d = product.read(env)
+    if mean.phi is None:
+        return x, d
+    if mean.degree is None or mean.degree > 1:
+        x, d = product.balanced(x, d)
+    of_x, of_d = mean.apply(x), mean.apply(d)
+    if mean.degree is not None and mean.degree > 0:
+        return of_x, of_d
+    x_zeros, d_zeros = product.beside_zeros(x, d)
+    x_hides, d_hides = (jnp.isinf(a) & jnp.isfinite(b) for a, b in ((x, of_x), (d, of_d)))
+    return jnp.where(x_hides & x_zeros, jnp.nan, of_x), jnp.where(d_hides & d_zeros, jnp.nan, of_d)
 
 
 def why_not_an_outer_product(tail: Tail) -> str | None:
