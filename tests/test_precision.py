@@ -490,6 +490,30 @@ def test_example_of_weight_zero_may_be_anything(name, strategy, size):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), result, clean)
 
 
+def convolved(x, kernel, groups):
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+@pytest.mark.parametrize("shape, groups", [((128, 4, 3), 1), ((3, 2, 6), 2), ((3, 1, 4), 4)])
+def test_padding_of_convolutions_may_be_anything(shape, groups):
+    # Without a rule, as one convolution for all examples, XLA would let the NaN into the others.
+    kernel, x = array(normal(0, *shape)), normal(1, 4, 150, 4)
+    weights = np.array([1.0, 0, 2, 1])
+
+    def fun(kernel, x):
+        return jnp.mean(jnp.tanh(convolved(x, kernel, groups)))
+
+    stats = {"mean": pg.Mean(), "square": pg.Mean(jnp.square), "variance": pg.Variance()}
+    stats_fn = jax.jit(pg.grad_stats(fun, stats))
+    clean = stats_fn(kernel, x, example_weights=weights)
+    x[1] = np.nan
+    padded = stats_fn(kernel, x, example_weights=weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), padded, clean)
+
+
 @pytest.mark.parametrize("size", [16, 37])
 def test_centred_takes_sixteen_at_a_time(size):
     rng = np.random.default_rng(0)
