@@ -299,6 +299,35 @@ def test_arrays_that_are_not_arguments():
         close(jax.jit(lambda *args: stats_of(*args, spmd_axis_name="data"))(*args), expected)
 
 
+def test_arguments_as_long_as_a_share_of_the_batch():
+    # It is the whole batch that arguments are compared with: each device has two of its examples.
+    def scaled(p, b, scale):
+        return loss(p, b) * jnp.sum(scale)
+
+    make = functools.partial(pg.value_and_stats, scaled, FEW)
+    expected = make()(params(), batch(), normal(20, 2))
+    with set_mesh(mesh_of(data=8)):
+        close(make(spmd_axis_name="data")(params(), batch(), normal(20, 2)), expected)
+        explained = pg.explain(scaled, FEW, spmd_axis_name="data")
+        explained(params(), batch(), jax.ShapeDtypeStruct((2,), jnp.float32))
+        with refused(pg.ArgumentError, "args[2]", "batch of 16", "batch_argnums=(1, 2)"):
+            make(spmd_axis_name="data")(params(), batch(), normal(20, SIZE))
+        with refused(pg.ArgumentError, "args[2]", "batch of 16"):
+            explained(params(), batch(), normal(20, SIZE))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_that_are_unsafe_to_map(impl):
+    def dropped(p, b, key):
+        keep = jax.random.bernoulli(key, shape=b["x"].shape)
+        return loss(p, b | {"x": b["x"] * keep})
+
+    args = params(), batch(), jax.random.key(0, impl=impl)
+    expected = pg.value_and_stats(dropped, FEW, rng_argnums=2)(*args)
+    with set_mesh(mesh_of(data=8)):
+        close(pg.value_and_stats(dropped, FEW, rng_argnums=2, spmd_axis_name="data")(*args), expected)
+
+
 def test_derivative_and_ensemble():
     def size(p, b, **options):
         stats = pg.grad_stats(loss, [pg.Mean(jnp.square), pg.Norm()], **options)(p, b)
