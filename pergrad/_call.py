@@ -183,11 +183,18 @@ class Call:
         program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
         in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
         split = any(per_of(s) == "token" or isinstance(s, Saved) for own in self.wanted for s in own)
-        wanted = Wanted(tuple(in_parts), split)
-        cut = make_cut(hoist(program, wanted), wanted)
-        return cut, make_schedule(
-            cut, self.paths, self.wanted, self.size, request.microbatch_size, request.forced
-        )
+
+        def scheduled(microbatch_size: int | str | None) -> tuple[Cut, Schedule]:
+            wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, self.size))
+            cut = make_cut(hoist(program, wanted), wanted)
+            return cut, make_schedule(
+                cut, self.paths, self.wanted, self.size, microbatch_size, request.forced
+            )
+
+        cut, schedule = scheduled(request.microbatch_size)
+        if request.microbatch_size == "auto" and schedule.microbatch_size == 1:
+            return scheduled(1)
+        return cut, schedule
 
     def _check_direction(self, direction: Any) -> list[jax.Array]:
         """The direction as one array for each parameter."""

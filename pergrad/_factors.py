@@ -21,6 +21,7 @@ import jax
 from jax.extend.core import primitives as p
 
 from pergrad._compat import JaxprEqn, Var, aval
+from pergrad._cost import programs
 from pergrad._eval import read
 from pergrad._flow import is_in
 from pergrad._loop import Loop
@@ -180,13 +181,17 @@ def _lay_out(
     return x, ("example", "position", *numbers)
 
 
+# Their programs are given the last of the operands, and make the results.
+OPEN = (p.cond_p, p.custom_jvp_call_p)
+
+
 def depends_on_cotangent(program: Program) -> set[Var]:
     """The variables of the backward pass."""
     return _reached(program.jaxpr.eqns, {program.cotangent})
 
 
 def _reached(eqns: Iterable[JaxprEqn], given: Collection[Var]) -> set[Var]:
-    """What depends on `given`; results of a loop are told apart."""
+    """What depends on `given`; the results of a loop, a conditional or a call are told apart."""
     reached = set(given)
     for eqn in eqns:
         varies = [is_in(v, reached) for v in eqn.invars]
@@ -196,6 +201,12 @@ def _reached(eqns: Iterable[JaxprEqn], given: Collection[Var]) -> set[Var]:
             inside = _reached(loop.step.jaxpr.eqns, loop.varying_inputs(varies))
             outs = [is_in(v, inside) for v in loop.step.jaxpr.outvars]
             reached |= set(itertools.compress(eqn.outvars, outs))
+        elif eqn.primitive in OPEN:
+            for program in programs(eqn):
+                before = len(varies) - len(program.invars)  # the index of a conditional
+                inside = _reached(program.eqns, set(itertools.compress(program.invars, varies[before:])))
+                outs = [any(varies[:before]) or is_in(v, inside) for v in program.outvars]
+                reached |= set(itertools.compress(eqn.outvars, outs))
         elif any(varies):
             reached |= set(eqn.outvars)
     return reached

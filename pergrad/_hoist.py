@@ -48,10 +48,11 @@ def hoist(program: Program, wanted: Wanted) -> Program:
     if not any(eqn.primitive in RULES for eqn in program.jaxpr.eqns):
         return program
     walk = Walk.through(program, wanted, hoisted=False)
-    return program.replaced_by(_hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts)))
+    hoisted = _hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts), wanted.together)
+    return program.replaced_by(hoisted)
 
 
-def _hoisted(walk: Walk, program: ClosedJaxpr) -> ClosedJaxpr:
+def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
     """The program that `walk` went through, hoisted; it takes and gives the same."""
     jaxpr = program.jaxpr
     if not any(eqn.primitive in RULES for eqn in jaxpr.eqns):
@@ -64,7 +65,7 @@ def _hoisted(walk: Walk, program: ClosedJaxpr) -> ClosedJaxpr:
             if rule is None:
                 evaluate([eqn], env)
             else:
-                outs = rule(walk, eqn, [read(env, v) for v in eqn.invars])
+                outs = rule(walk, eqn, [read(env, v) for v in eqn.invars], together)
                 env.update(zip(eqn.outvars, outs, strict=True))
         return [read(env, v) for v in jaxpr.outvars]
 
@@ -72,7 +73,7 @@ def _hoisted(walk: Walk, program: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(*inputs)
 
 
-def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
+def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any], together: bool) -> list[Any]:
     loop = Loop(eqn, eqn.params["jaxpr"])
     varies = [is_in(v, walk.varies) for v in eqn.invars]
     leaving = walk.leaving[id(eqn)]
@@ -80,24 +81,26 @@ def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
     in_parts = [i for i, k in enumerate(leaving) if k in reduced_inside]
     given = loop.varying_inputs(varies)
     inside = Walk.inside(loop.step.jaxpr, given, leaving, in_parts, split=walk.split, hoisted=False)
-    loop = Loop(eqn, _hoisted(inside, loop.step))
+    loop = Loop(eqn, _hoisted(inside, loop.step, together))
     from_zero = [is_zero(v, walk.made_by) for v in loop.operands(eqn.invars)[1]]
     leaving = [k for k in leaving if k not in reduced_inside]
     return leave_loop(loop, leaving, varies, from_zero, ins, split=walk.split)
 
 
-def _from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
+def _from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any], together: bool) -> list[Any]:
     index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
     leaving = walk.leaving[id(eqn)]
     branches = [
-        _hoisted(Walk.inside(b.jaxpr, given, leaving, split=walk.split, hoisted=False), b)
+        _hoisted(Walk.inside(b.jaxpr, given, leaving, split=walk.split, hoisted=False), b, together)
         for b in eqn.params["branches"]
         for given in [itertools.compress(b.jaxpr.invars, varies)]
     ]
-    return leave_branches(eqn, branches, leaving, index_varies, varies, ins, split=walk.split)
+    return leave_branches(
+        eqn, branches, leaving, index_varies, varies, ins, split=walk.split, together=together
+    )
 
 
-RULES: dict[Primitive, Callable[[Walk, JaxprEqn, Sequence[Any]], list[Any]]] = {
+RULES: dict[Primitive, Callable[[Walk, JaxprEqn, Sequence[Any], bool], list[Any]]] = {
     **dict.fromkeys(LOOPS, _from_loop),
     primitives.cond_p: _from_branches,
 }

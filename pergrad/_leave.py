@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
+from pergrad._conditional import take_branch, take_by_example
 from pergrad._cost import size
-from pergrad._eval import Env, evaluate, given, read
-from pergrad._flow import evaluate_still, varying
+from pergrad._eval import Env, distinct, evaluate, given, read
+from pergrad._flow import evaluate_still, needed_equations, varying
 from pergrad._loop import Loop
 from pergrad._steps import ADDITIONS, is_zero
 from pergrad._tail import Tail
@@ -162,6 +162,9 @@ class _Leaver:
     def _stack(self, tail: Tail, env: Env) -> list[jax.Array]:
         axes = [0 if v in self.moving else None for v in tail.factors]
         factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
+        if axes == [None] * len(axes):  # every step has the same
+            same = tail.gradients(factors, constants)
+            return [jnp.broadcast_to(g, (self.loop.length, *g.shape)) for g in same]
         return jax.vmap(lambda *factors: tail.gradients(factors, constants), in_axes=axes)(*factors)
 
 
@@ -201,18 +204,27 @@ def leave_branches(
     ins: Sequence[Any],
     *,
     split: bool,
+    together: bool,
 ) -> list[Any]:
     """The results of a conditional, of which those of `leaving` that can are made outside of it.
 
-    `varies` says which operands differ from example to example. If the index does, all branches run,
-    as they would under `vmap`, but without a copy of the weights for every example.
+    `index_varies` says whether the branch that is taken differs from example to example, `varies` which
+    operands do, and `together` whether several examples run at a time.
     """
     index, *operands = ins
     results = range(len(eqn.outvars))
     tails = [_tails_of_branch(branch, leaving, varies, split) for branch in branches]
 
-    # A result leaves the branches if it can in all of them, together with the others of its tails.
-    gone = set(leaving)
+    # A result leaves the branches if it can in all of them, together with the others of its tails. If
+    # each example takes its own branch, constants would need a copy for each of them (`_constants`).
+    fixed = {
+        k
+        for branch, own in zip(branches, tails, strict=True)
+        for tail in own
+        if index_varies and _given_constants(branch, tail)
+        for k in tail.params
+    }
+    gone = set(leaving) - fixed
     while (
         stay := {k for t in itertools.chain(*tails) if not _can_leave(t, gone, split) for k in t.params}
         & gone
@@ -236,23 +248,70 @@ def leave_branches(
 
     runs = [run(number) for number in range(len(branches))]
     with _compat.at_line_of(eqn):
-        if index_varies:
-            each = [branch(*operands) for branch in runs]
-            values, factors = jax.tree.map(lambda *xs: lax.select_n(index, *xs), *each)
+        if index_varies and together:
+            values, factors = take_by_example(index, runs, operands)
         else:
-            values, factors = lax.switch(index, runs, *operands)
+            values, factors = take_branch(eqn, index, runs, operands)
+        constants = _constants(eqn, branches, tails, varies, ins)
         out = dict(zip(kept, values, strict=True))
         out |= {k: jnp.zeros_like(aval(eqn.outvars[k])) for k in gone}
-        handed_out = iter(factors)
-        for branch, own in zip(branches, tails, strict=True):
-            env, eqns = given(branch, operands), branch.jaxpr.eqns
-            evaluate_still(eqns, env, varying(eqns, itertools.compress(branch.jaxpr.invars, varies)))
-            for tail in own:
-                grads = tail.gradients(next(handed_out), [env[v] for v in tail.constants])
-                out |= {
-                    k: out[k] + g.astype(out[k].dtype) for k, g in zip(tail.params, grads, strict=True)
-                }
+        for tail, *inputs in zip(itertools.chain(*tails), factors, constants, strict=True):
+            grads = tail.gradients(*inputs)
+            out |= {k: out[k] + g.astype(out[k].dtype) for k, g in zip(tail.params, grads, strict=True)}
     return [out[k] for k in results]
+
+
+def _constants(
+    eqn: JaxprEqn,
+    branches: Sequence[ClosedJaxpr],
+    tails: Sequence[Sequence[Tail]],
+    varies: Sequence[bool],
+    ins: Sequence[Any],
+) -> list[list[Any]]:
+    """The constants of all tails of all branches.
+
+    The factors of a branch that is not taken are zeros, but its constants may be anything: W / sigma,
+    say, with sigma = 0. Zero times infinity is NaN. So the constants that depend on what the branch is
+    given are made in the conditional, and are ones where the branch is not taken: zero times one is
+    zero, and so is zero divided by one.
+    """
+    index, *operands = ins
+    guarded = [
+        distinct(v for tail in own for v in _given_constants(branch, tail))
+        for branch, own in zip(branches, tails, strict=True)
+    ]
+
+    def run(number: int) -> Callable[..., Any]:
+        def branch(*still: Any) -> list[list[Any]]:
+            program, operands = branches[number], iter(still)
+            env = given(program, [None if v else next(operands) for v in varies])
+            needed = needed_equations(program.jaxpr.eqns, guarded[number])
+            moving = varying(needed, itertools.compress(program.jaxpr.invars, varies))
+            evaluate_still(needed, env, moving)
+            return [
+                [env[v] if n == number else jnp.ones_like(aval(v)) for v in own]
+                for n, own in enumerate(guarded)
+            ]
+
+        return branch
+
+    made: Sequence[Sequence[Any]] = guarded
+    if any(guarded):
+        still = [x for x, v in zip(operands, varies, strict=True) if not v]
+        made = take_branch(eqn, index, [run(number) for number in range(len(branches))], still)
+    constants = []
+    for program, own, names, values in zip(branches, tails, guarded, made, strict=True):
+        env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        evaluate_still(program.jaxpr.eqns, env, varying(program.jaxpr.eqns, program.jaxpr.invars))
+        env |= zip(names, values, strict=True)
+        constants += [[env[v] for v in tail.constants] for tail in own]
+    return constants
+
+
+def _given_constants(branch: ClosedJaxpr, tail: Tail) -> list[Var]:
+    """The constants of a tail that depend on what its branch is given."""
+    given = varying(branch.jaxpr.eqns, branch.jaxpr.invars)
+    return [v for v in tail.constants if v in given]
 
 
 def _tails_of_branch(

@@ -32,6 +32,7 @@ from jax.extend.core import primitives
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
+from pergrad._conditional import take_branch
 from pergrad._eval import Env, given, read
 from pergrad._loop import Loop
 from pergrad._squeeze import as_known, evaluate_squeezed
@@ -170,7 +171,7 @@ def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) 
     branches = [lambda *args, b=b: _inline(b, args, table) for b in eqn.params["branches"]]
     with _compat.at_line_of(eqn):
         index, *operands = as_known(args, eqn.invars)
-        return lax.switch(index, branches, *operands)
+        return take_branch(eqn, index, branches, operands)
 
 
 def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:

@@ -39,11 +39,12 @@ class Wanted:
     """What is wanted of the gradients, as far as it decides where they are cut.
 
     `in_parts` are the places of those that all statistics take in by parts; `split` says whether the
-    single contributions to sums are asked for.
+    single contributions to sums are asked for, `together` whether several examples run at a time.
     """
 
     in_parts: tuple[int, ...]
     split: bool
+    together: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ import pergrad as pg
 from tests import (  # noqa: F401 (they add cases)
     cases_attention,
     cases_branches,
+    cases_guards,
     cases_lookups,
     cases_loops,
     oracle,

@@ -314,6 +314,30 @@ def test_own_rules_are_used_in_second_derivatives(strategy):
     close(result, through(functools.partial(plain_stats, norm_loss), p, b), rtol=1e-8)
 
 
+def guarded_loss(p, batch):
+    """Each example takes its own branch; the other would have an infinite slope at the origin."""
+
+    def one(example):
+        x = example["x"]
+        unit = lambda: jnp.tanh((x / jnp.sqrt(jnp.sum(jnp.square(x)))) @ p["w"] / jnp.sum(x))  # noqa: E731
+        h = jax.lax.cond(jnp.any(x != 0), unit, lambda: jnp.sin(x @ p["w"] + p["b"]))
+        return jnp.mean(jnp.square(h @ p["v"] - example["y"]))
+
+    examples = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(len(batch["x"]))]
+    return jnp.mean(jnp.stack([one(example) for example in examples]))
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("strategy", ["auto", "materialise"])
+def test_derivative_of_guarded_branches(strategy, size):
+    p, b = params(), batch()
+    b = b | {"x": b["x"].at[1].set(0)}
+    stats_fn = pg.grad_stats(guarded_loss, ALL, strategy=strategy, microbatch_size=size)
+    result = through(stats_fn, p, b)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(result))
+    close(result, through(functools.partial(plain_stats, guarded_loss), p, b), rtol=1e-8)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_derivative_for_weights(strategy):
     p, b = params(), batch()

@@ -59,6 +59,7 @@ ORDER = [
     "pergrad.strategies.materialise",
     "pergrad.strategies",
     "pergrad._flow",
+    "pergrad._conditional",
     "pergrad._loop",
     "pergrad._squeeze",
     "pergrad._trace",

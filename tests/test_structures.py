@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.interpreters import ad, batching
 
 import pergrad as pg
 from pergrad import _hoist, _leave, _loop
@@ -16,7 +18,8 @@ from tests.cases import CASES, Case
 from tests.conftest import STATISTICS
 from tests.test_cases import CASE, VARIANTS, Runner, check_all
 
-LOOPED = [c for c in CASES if c.loss.__module__ in ("tests.cases_loops", "tests.cases_branches")]
+TOPICS = ("tests.cases_loops", "tests.cases_branches", "tests.cases_guards")
+LOOPED = [c for c in CASES if c.loss.__module__ in TOPICS]
 ELEMENTWISE = {name: STATISTICS[name] for name in ("mean", "square", "cos", "sign", "variance")}
 
 
@@ -155,3 +158,55 @@ def test_support_page_is_fresh() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.support_page(), "run python docs/make_support.py"
+
+
+def of_another_platform() -> jax.extend.core.Primitive:
+    """A function that no platform here can compile."""
+    primitive = jax.extend.core.Primitive("of_another_platform")
+    primitive.def_abstract_eval(lambda x: x)
+    batching.primitive_batchers[primitive] = lambda ins, axes: (primitive.bind(*ins), axes[0])
+    ad.deflinear2(primitive, lambda ct, x: [primitive.bind(ct)])
+    return primitive
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_branches_for_platforms(size: int | None) -> None:
+    # The branch for another platform must not be compiled; weights are in both.
+    kernel = of_another_platform()
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def product(x: jax.Array, p: jax.Array) -> jax.Array:
+            return lax.platform_dependent(
+                x, p, tpu=lambda x, p: kernel.bind(x @ p), default=lambda x, p: jnp.tanh(x @ p)
+            )
+
+        def layer(x: jax.Array, p: jax.Array) -> tuple[jax.Array, None]:
+            return product(x, p), None
+
+        return jnp.mean(jnp.square(lax.scan(layer, product(x, p[0]), p)[0]))
+
+    def plain(p: Any, x: jax.Array) -> jax.Array:
+        for w in (p[0], *p):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    r = np.random.default_rng(0)
+    p, x = jnp.asarray(0.2 * r.normal(size=(L, D, D))), jnp.asarray(r.normal(size=(5, D)))
+    stats = {"mean": pg.Mean(), "each": pg.Individual()}
+    result = pg.grad_stats(loss, stats, microbatch_size=size)(p, x)
+    truth = [jax.grad(plain)(p, x[i : i + 1]) for i in range(5)]
+    np.testing.assert_allclose(result["each"], np.stack(truth), atol=1e-12)
+    np.testing.assert_allclose(result["mean"], np.mean(truth, axis=0), atol=1e-12)
+
+
+def test_one_at_a_time_takes_one_branch() -> None:
+    # Several examples together run all branches, and one alone runs the branch that it takes.
+    case = CASE["cond_on_example"]
+    args = case.make_args(jnp.float64)
+
+    def number_of_conds(**options: Any) -> int:
+        stats_fn = pg.grad_stats(case.loss, pg.Mean(), **options)
+        return str(jax.make_jaxpr(stats_fn)(*args)).count("cond[")
+
+    assert number_of_conds() == 0
+    assert number_of_conds(microbatch_size=1) == 2  # forward and backward
