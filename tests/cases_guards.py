@@ -84,12 +84,12 @@ def scan_rule_without_cotangent(p: Tree, batch: Tree) -> Array:
     z = jnp.tanh(batch["x"])
 
     @jax.custom_vjp
-    def layer(x: Array, w: Array) -> Array:
+    def layer(x: Array, w: Array, z: Array) -> Array:
         return x @ w
 
-    def backward(z: Array, g: Array) -> tuple[Array, Array]:
-        return g, z.T @ z / len(z)
+    def backward(z: Array, g: Array) -> tuple[Array, Array, Array]:
+        return g, z.T @ z / len(z), jnp.zeros_like(z)
 
-    layer.defvjp(lambda x, w: (x @ w, z), backward)
-    x, _ = lax.scan(lambda x, w: (jnp.tanh(layer(x, w)), None), batch["x"], p["w"])
+    layer.defvjp(lambda x, w, z: (x @ w, z), backward)
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(layer(x, w, z)), None), batch["x"], p["w"])
     return mse(x @ p["out"], batch["y"])
