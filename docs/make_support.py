@@ -93,6 +93,8 @@ def support_page() -> str:
         f"- Factors leave {' and '.join(inside)}; the gradients of stacked layers are reduced inside",
         "  their `scan`, layer by layer, if all statistics are `Mean`, `Variance`, `Norm` or `Dot`.",
         f"- {', '.join(calls)} are looked into. The recomputation of `jax.checkpoint` stays.",
+        "- Mutable references that the loss makes (`jax.new_ref`) become arrays. References from",
+        "  outside of the loss are refused.",
         "- `custom_jvp` and `custom_vjp` functions are differentiated by their own rules.",
         "- `while` can be in the forward pass, where JAX can differentiate the rest.",
     ]

@@ -10,6 +10,7 @@ What differs between the versions, and where it is dealt with:
 |---|---|---|
 | 0.7.2 | `get_bind_params` returns functions and parameters, later the parameters alone | `bind` |
 | 0.7.2 | a convolution that widens its operands has no derivative | `terms/convolution.py` |
+| 0.7.2 | `discharge_state` takes and returns constants apart from the program | `without_references` |
 | 0.11.0 on | `Jaxpr` and `ClosedJaxpr` are one class, and calls hold either | `as_closed` |
 | 0.11.0 on | `scan` has `ft_in` in place of `num_consts` and `num_carry` | `scan_lengths` |
 | 0.11.2 on | `jax.experimental.shard_alike` is gone | `_spmd.py` does without it, always |
@@ -18,9 +19,10 @@ What differs between the versions, and where it is dealt with:
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +49,8 @@ try:
     from jax._src import source_info_util
     from jax._src.ad_checkpoint import name_p, remat_p
     from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p, split_p
+    from jax._src.state.discharge import discharge_state
+    from jax._src.state.types import AbstractRef
     from jax.core import Tracer
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
     from jax.interpreters.partial_eval import dce_jaxpr
@@ -68,6 +72,7 @@ __all__ = [
     "drop_dead_code",
     "has_user_line",
     "is_computed",
+    "is_reference",
     "name_p",
     "newer_jax_explained",
     "optimization_barrier_p",
@@ -77,6 +82,7 @@ __all__ = [
     "scan_lengths",
     "split_p",
     "user_line",
+    "without_references",
 ]
 
 Atom = Var | Literal
@@ -177,3 +183,16 @@ def is_computed(x: Any) -> bool:
     not said.
     """
     return isinstance(x, Tracer) and getattr(x, "parent", None) is not None
+
+
+def is_reference(v: Atom) -> bool:
+    """Whether a variable is a mutable reference (`jax.new_ref`) rather than an array."""
+    return isinstance(aval(v), AbstractRef)
+
+
+def without_references(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with arrays in the place of the mutable references that it makes."""
+    discharge: Callable[..., Any] = discharge_state
+    if "consts" in inspect.signature(discharge).parameters:
+        return ClosedJaxpr(*discharge(program.jaxpr, program.consts))
+    return discharge(program)

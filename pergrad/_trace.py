@@ -10,6 +10,8 @@ and that is how it is inlined here: the body follows an `optimization_barrier` o
 ties the recomputation to the cotangents, so XLA neither merges it with the forward pass nor runs it
 early.
 
+Mutable references that the loss makes become arrays, before anything else.
+
 `custom_jvp` and `custom_vjp` functions that a parameter went through have been replaced by their rules
 when the loss was differentiated. Those that are left belong to nothing that was, and stay calls: whoever
 differentiates the statistics gets their rules.
@@ -33,7 +35,9 @@ from jax.extend.core import primitives
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._conditional import take_branch
-from pergrad._eval import Env, given, read
+from pergrad._cost import programs
+from pergrad._errors import ArgumentError
+from pergrad._eval import Env, distinct, given, read
 from pergrad._loop import Loop
 from pergrad._squeeze import as_known, evaluate_squeezed
 from pergrad.terms.ragged import with_batching
@@ -105,7 +109,8 @@ def trace(
 
     args = params, example, jax.ShapeDtypeStruct((), jnp.result_type(float))
     nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(*args)
-    flat = jax.make_jaxpr(lambda *args: _inline(nested, args, CALLS))(*jax.tree.leaves(args))
+    pure = _without_references(nested)
+    flat = jax.make_jaxpr(lambda *args: _inline(pure, args, CALLS))(*jax.tree.leaves(args))
     return Program.of(flat, len(params), jax.tree.structure(aux_shape))
 
 
@@ -117,9 +122,35 @@ def inlined(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
     """The program of `fun` itself with all its calls inlined, to look at."""
-    nested = jax.make_jaxpr(fun)(*args)
+    nested = _without_references(jax.make_jaxpr(fun)(*args))
     inlined = jax.make_jaxpr(lambda *leaves: _inline(nested, leaves, CALLS | CUSTOM_CALLS))
     return inlined(*jax.tree.leaves(args)).jaxpr
+
+
+def _without_references(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with arrays in the place of mutable references (`jax.new_ref`).
+
+    Equations that write into a reference have no result that depends on what is written, so nobody who
+    follows results would see it.
+    """
+    if not _has_references(program.jaxpr):
+        return program
+    outside = {v for v in (*program.jaxpr.constvars, *program.jaxpr.invars) if _compat.is_reference(v)}
+    for eqn in program.jaxpr.eqns:
+        if not outside.isdisjoint(distinct(eqn.invars)):
+            raise ArgumentError(
+                "the loss uses a mutable reference that was made outside of it, at "
+                f"{_compat.user_line(eqn)}. Examples run together, so there is no order in which they "
+                "could change it. Make the reference in the loss, with jax.new_ref, or return its value "
+                "with has_aux=True."
+            )
+    return _compat.without_references(program)
+
+
+def _has_references(jaxpr: Jaxpr) -> bool:
+    variables = (v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars))
+    inner = (program for eqn in jaxpr.eqns for program in programs(eqn))
+    return any(map(_compat.is_reference, variables)) or any(map(_has_references, inner))
 
 
 def _inline(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:

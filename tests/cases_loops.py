@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -632,3 +633,31 @@ def transformer_scanned(p: Tree, batch: Tree) -> Array:
 
     x, _ = lax.scan(body, p["embed"][batch["x"]] + p["positions"][None], p["blocks"])
     return cross_entropy(rms_norm(p["norm"], x) @ p["embed"].T, batch["y"])
+
+
+# Mutable references.
+
+new_ref: Any = jax.new_ref if hasattr(jax, "new_ref") else jax.array_ref
+
+
+@case(ENDS | {"w": param(4, 6, 6)}, XY)
+def references(p: Tree, batch: Tree) -> Array:
+    # What is written into a reference, at once, in a loop and in a call, is read from it later.
+    def stack(x: Array) -> Array:
+        state, total = new_ref(jnp.zeros_like(x)), new_ref(jnp.zeros_like(x[:, 0]))
+        state[...] = x
+
+        def layer(_: None, w: Array) -> tuple[None, None]:
+            state[...] = jnp.tanh(state[...] @ w)
+            total[...] += state[...][:, 0]
+            return None, None
+
+        @jax.jit
+        def finish() -> None:
+            state[:, 1] = jnp.sin(total[...])
+
+        lax.scan(layer, None, p["w"])
+        finish()
+        return state[...]
+
+    return through(p, batch, stack)

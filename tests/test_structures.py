@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching
 import pergrad as pg
 from pergrad import _hoist, _leave, _loop
 from tests.cases import CASES, Case
+from tests.cases_loops import new_ref
 from tests.conftest import STATISTICS
 from tests.test_cases import CASE, VARIANTS, Runner, check_all
 
@@ -210,3 +211,14 @@ def test_one_at_a_time_takes_one_branch() -> None:
 
     assert number_of_conds() == 0
     assert number_of_conds(microbatch_size=1) == 2  # forward and backward
+
+
+def test_reference_from_outside_is_refused() -> None:
+    seen = new_ref(jnp.zeros(D))
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        seen[...] += x[0]
+        return jnp.mean(jnp.square(x @ w))
+
+    with pytest.raises(pg.ArgumentError, match=r"made outside of it, at test_structures.*jax\.new_ref"):
+        pg.grad_stats(loss, pg.Mean())(jnp.ones((D, D)), jnp.ones((B, D)))
