@@ -49,6 +49,7 @@ try:
     from jax._src import source_info_util
     from jax._src.ad_checkpoint import name_p, remat_p
     from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p, split_p
+    from jax._src.pjit import sharding_constraint_p
     from jax._src.state.discharge import discharge_state
     from jax._src.state.types import AbstractRef
     from jax.core import Tracer
@@ -80,6 +81,7 @@ __all__ = [
     "remat_barriers",
     "remat_p",
     "scan_lengths",
+    "sharding_constraint_p",
     "split_p",
     "user_line",
     "without_references",

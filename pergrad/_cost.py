@@ -152,6 +152,7 @@ MOVES = (
     p.stop_gradient_p,
     p.transpose_p,
     _compat.name_p,
+    _compat.sharding_constraint_p,
     _compat.optimization_barrier_p,
 )
 TRANSCENDENTAL = (

@@ -14,6 +14,8 @@ one of the statistics wants it whole.
 The branches of a conditional hand out the factors of their tails in the same way. Those of the branches
 that are not taken are zeros, so that the gradient is the sum of what the tails of all branches make.
 
+Equations that join the gradients of several parameters, after the sums that make them, are split.
+
 Only what is smaller than the gradient leaves. All else stays where it is, and the answer is the same.
 Where the single contributions to a sum are asked for everything leaves, since the steps of a loop
 contribute.
@@ -23,20 +25,23 @@ Here the program is walked through, from the inside out; one loop or conditional
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import primitives
 
-from pergrad._compat import ClosedJaxpr, JaxprEqn, Primitive, aval
-from pergrad._eval import evaluate, given, read
-from pergrad._flow import is_in
+from pergrad import _compat
+from pergrad._compat import ClosedJaxpr, JaxprEqn, Literal, Primitive, aval
+from pergrad._eval import Env, evaluate, given, read
+from pergrad._flow import is_in, variables
 from pergrad._leave import leave_branches, leave_loop
 from pergrad._loop import LOOPS, Loop
 from pergrad._steps import is_zero
 from pergrad._trace import Program
 from pergrad._walk import Walk, Wanted
+from pergrad.terms.product import axes_of_product
 
 
 def hoist(program: Program, wanted: Wanted) -> Program:
@@ -45,7 +50,7 @@ def hoist(program: Program, wanted: Wanted) -> Program:
     Where all statistics take a gradient in by parts, tails stay inside the loop that it leaves as an
     output.
     """
-    if not any(eqn.primitive in RULES for eqn in program.jaxpr.eqns):
+    if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in program.jaxpr.eqns):
         return program
     walk = Walk.through(program, wanted, hoisted=False)
     hoisted = _hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts), wanted.together)
@@ -55,17 +60,17 @@ def hoist(program: Program, wanted: Wanted) -> Program:
 def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
     """The program that `walk` went through, hoisted; it takes and gives the same."""
     jaxpr = program.jaxpr
-    if not any(eqn.primitive in RULES for eqn in jaxpr.eqns):
+    if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in jaxpr.eqns):
         return program
 
     def run(*args: Any) -> list[Any]:
         env = given(program, args)
         for eqn in jaxpr.eqns:
-            rule = RULES.get(eqn.primitive)
+            rule = RULES.get(eqn.primitive) or SPLITTING.get(eqn.primitive)
             if rule is None:
                 evaluate([eqn], env)
             else:
-                outs = rule(walk, eqn, [read(env, v) for v in eqn.invars], together)
+                outs = rule(walk, eqn, env, together)
                 env.update(zip(eqn.outvars, outs, strict=True))
         return [read(env, v) for v in jaxpr.outvars]
 
@@ -73,7 +78,7 @@ def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(*inputs)
 
 
-def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any], together: bool) -> list[Any]:
+def _from_loop(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
     loop = Loop(eqn, eqn.params["jaxpr"])
     varies = [is_in(v, walk.varies) for v in eqn.invars]
     leaving = walk.leaving[id(eqn)]
@@ -84,10 +89,11 @@ def _from_loop(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any], together: bool) ->
     loop = Loop(eqn, _hoisted(inside, loop.step, together))
     from_zero = [is_zero(v, walk.made_by) for v in loop.operands(eqn.invars)[1]]
     leaving = [k for k in leaving if k not in reduced_inside]
+    ins = [read(env, v) for v in eqn.invars]
     return leave_loop(loop, leaving, varies, from_zero, ins, split=walk.split)
 
 
-def _from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any], together: bool) -> list[Any]:
+def _from_branches(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
     index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
     leaving = walk.leaving[id(eqn)]
     branches = [
@@ -95,12 +101,72 @@ def _from_branches(walk: Walk, eqn: JaxprEqn, ins: Sequence[Any], together: bool
         for b in eqn.params["branches"]
         for given in [itertools.compress(b.jaxpr.invars, varies)]
     ]
+    ins = [read(env, v) for v in eqn.invars]
     return leave_branches(
         eqn, branches, leaving, index_varies, varies, ins, split=walk.split, together=together
     )
 
 
-RULES: dict[Primitive, Callable[[Walk, JaxprEqn, Sequence[Any], bool], list[Any]]] = {
+def _each_behind_its_own(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+    """A barrier on several gradients becomes one on each, so that each has a tail of its own."""
+    read_at_all = variables([*(v for e in walk.eqns for v in e.invars), *walk.grads, *walk.others])
+    others = [v for k, v in enumerate(eqn.outvars) if k not in walk.leaving[id(eqn)]]
+    if any(v in walk.varies and v in read_at_all for v in others):
+        return _compat.bind(eqn, [read(env, v) for v in eqn.invars])
+    with _compat.at_line_of(eqn):
+        return [lax.optimization_barrier(read(env, v)) for v in eqn.invars]
+
+
+def _products_of_pieces(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+    """Pieces of a product become products of pieces: (X^T D)[:, a:b] = X^T D[:, a:b].
+
+    The weights of several layers that are joined, such as those of queries, keys and values, have
+    such gradients.
+    """
+    axis, moves, made = eqn.params["axis"], [], _made_for(walk, eqn)
+    while made is not None and made.primitive in MOVES and len(made.invars) == 1:
+        axis = made.params["permutation"][axis] if made.primitive is primitives.transpose_p else axis
+        moves.insert(0, made)
+        made = _made_for(walk, made)
+    is_gradient = len(walk.leaving[id(eqn)]) == len(eqn.outvars)
+    if made is None or made.primitive is not primitives.dot_general_p or not is_gradient:
+        return _compat.bind(eqn, [read(env, v) for v in eqn.invars])
+
+    factors = [read(env, v) for v in made.invars]
+    axes = axes_of_product(made)[axis]
+    pieces, start = [], 0
+    for size in eqn.params["sizes"]:
+        own = [
+            x if a is None else lax.slice_in_dim(x, start, start + size, axis=a)
+            for x, a in zip(factors, axes, strict=True)
+        ]
+        (piece,) = _compat.bind(made, own)
+        for move in moves:
+            (piece,) = _compat.bind(move, [piece])
+        pieces.append(piece)
+        start += size
+    return pieces
+
+
+MOVES = (primitives.transpose_p, _compat.optimization_barrier_p)
+
+
+def _made_for(walk: Walk, eqn: JaxprEqn) -> JaxprEqn | None:
+    """What makes the first operand of an equation, if nobody else needs it."""
+    operand = eqn.invars[0]
+    if isinstance(operand, Literal) or operand in variables([*walk.grads, *walk.others]):
+        return None
+    readers = [e for e in walk.eqns if any(v is operand for v in e.invars)]
+    return walk.made_by.get(operand) if len(readers) == 1 else None
+
+
+Rule = Callable[[Walk, JaxprEqn, Env, bool], list[Any]]
+
+RULES: dict[Primitive, Rule] = {
     **dict.fromkeys(LOOPS, _from_loop),
     primitives.cond_p: _from_branches,
+}
+SPLITTING: dict[Primitive, Rule] = {
+    _compat.optimization_barrier_p: _each_behind_its_own,
+    _compat.split_p: _products_of_pieces,
 }

@@ -28,7 +28,7 @@ from pergrad._cost import programs, size
 from pergrad._eval import distinct, rounds
 from pergrad._flow import is_in, variables, varying
 from pergrad._loop import Loop
-from pergrad._steps import STEPS, adds, with_transpose
+from pergrad._steps import ONE_TO_ONE, STEPS, adds, with_transpose
 from pergrad._tail import Level, Tail
 from pergrad._trace import Program
 from pergrad.terms import SPLIT_TERMS, TERMS, Term, Total
@@ -130,7 +130,11 @@ class Walk:
             ]
             in_tail = leaving and not any(v in wanted_by_backbone for v in eqn.outvars)
             operands = self.varying_operands(eqn)
-            if in_tail and self._is_term(eqn, operands):
+            if in_tail and eqn.primitive in ONE_TO_ONE and len(eqn.invars) > 1:
+                # `_hoist` makes it one barrier for each gradient.
+                pairs = zip(eqn.invars, eqn.outvars, strict=True)
+                wanted_by_tails |= variables(v for v, out in pairs if out in wanted_by_tails)
+            elif in_tail and self._is_term(eqn, operands):
                 wanted_by_backbone |= variables(eqn.invars)
             elif in_tail and self._is_step(eqn, operands):
                 self.steps.add(id(eqn))

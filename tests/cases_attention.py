@@ -135,3 +135,16 @@ def attention_to_memory(p: Tree, batch: Tree) -> Array:
     # Keys and values are a parameter, so it goes into the loops of the rule.
     y = jax.vmap(lambda x: flash(x @ p["q"], p["memory"], jnp.tanh(p["memory"])))(batch["x"])
     return mse(y @ p["out"], batch["y"])
+
+
+HEADS = {"q": param(3, 2, 4), "k": param(3, 2, 4), "v": param(3, 2, 4), "out": param(2, 4, 2)}
+
+
+@case(HEADS, SEQ)
+def attention_of_joined_weights(p: Tree, batch: Tree) -> Array:
+    # Behind barriers queries, keys and values have one product with their weights side by side.
+    p = lax.optimization_barrier(p)
+    joined = lax.optimization_barrier(jnp.concatenate([p["q"], p["k"], p["v"]], axis=1))
+    q, k, v = jnp.split(jnp.einsum("btd,dhk->bthk", batch["x"], joined), 3, axis=2)
+    weights = jax.nn.softmax(jnp.einsum("bshk,bthk->bhst", q, k))
+    return mse(jnp.einsum("bhst,bthk,hkd->bsd", weights, v, p["out"]), batch["y"])

@@ -11,10 +11,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.interpreters.ad import add_jaxvals
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pergrad as pg
 from pergrad import _price
-from pergrad._compat import name_p, ragged_dot_general_p
+from pergrad._compat import (
+    name_p,
+    optimization_barrier_p,
+    ragged_dot_general_p,
+    sharding_constraint_p,
+)
 from pergrad._steps import STEPS
 from pergrad.terms import TERMS
 from tests.cases import BATCH, CASES, Case, array
@@ -231,14 +237,19 @@ def with_and_without(rules: Any, primitive: Any, monkeypatch: pytest.MonkeyPatch
 KERNEL = jnp.arange(1.0, 7.0).reshape(3, 1, 2) / 7
 CONSTANT = jnp.sin(jnp.arange(24.0)).reshape(4, 6)
 CONV = {"dimension_numbers": ("NWC", "WIO", "NWC")}
+REPLICATED = NamedSharding(
+    jax.make_mesh((1,), ("all",), axis_types=(AxisType.Auto,)), PartitionSpec(None, None)
+)
 STEP_EXAMPLES = {
     primitives.broadcast_in_dim_p: lambda g: lax.broadcast_in_dim(g, (4, 6, 2), (0, 1)),
     primitives.convert_element_type_p: lambda g: g.astype(jnp.float32),
     primitives.copy_p: jnp.copy,
     primitives.dynamic_slice_p: lambda g: lax.dynamic_slice(g, (jnp.int32(1), jnp.int32(9)), (2, 3)),
     name_p: lambda g: checkpoint_name(g, "gradient"),
+    optimization_barrier_p: lax.optimization_barrier,
     primitives.reshape_p: lambda g: g.reshape(2, 12),
     primitives.rev_p: lambda g: g[::-1],
+    sharding_constraint_p: lambda g: lax.with_sharding_constraint(g, REPLICATED),
     primitives.slice_p: lambda g: lax.slice(g, (1, 0), (4, 5), (2, 1)),
     primitives.squeeze_p: lambda g: lax.squeeze(lax.slice(g, (1, 0), (2, 6)), (0,)),
     primitives.transpose_p: lambda g: g.T,

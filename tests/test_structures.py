@@ -222,3 +222,9 @@ def test_reference_from_outside_is_refused() -> None:
 
     with pytest.raises(pg.ArgumentError, match=r"made outside of it, at test_structures.*jax\.new_ref"):
         pg.grad_stats(loss, pg.Mean())(jnp.ones((D, D)), jnp.ones((B, D)))
+
+
+def test_joined_weights_have_products_of_their_own() -> None:
+    case = CASE["attention_of_joined_weights"]
+    plan = pg.explain(case.loss, pg.Mean())(*case.make_args(jnp.float64))
+    assert [(row.kind, row.strategy) for row in plan.rows] == 4 * [("product", "summed")]

@@ -194,3 +194,14 @@ def _balance(x: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
     k = jnp.clip((of_d - of_x) // 2, 1 - bias, bias - 1)
     k = jnp.where(jnp.isfinite(x) & jnp.isfinite(d), k, 0)
     return two_to(k), two_to(-k)
+
+
+def axes_of_product(eqn: JaxprEqn) -> list[tuple[int | None, int | None]]:
+    """For each axis of a product, the axis of either operand that it is, or None if it is not."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    axes: list[tuple[int | None, int | None]] = list(zip(*batched, strict=True))
+    for side, v in enumerate(eqn.invars):
+        for a in range(len(aval(v).shape)):
+            if a not in (*contracted[side], *batched[side]):
+                axes.append((None, a) if side else (a, None))
+    return axes
