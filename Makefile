@@ -14,10 +14,12 @@ OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
 ENGINE := $(filter-out tests/test_lab_% tests/test_examples.py tests/test_processes.py tests/test_project.py, \
 	$(wildcard tests/test_*.py))
 PYTEST := -m pytest -n 2 --dist loadgroup
+PROGRAMS ?= 1000
+FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-engine-oldest \
-	test-engine-newest mutants lint bench bench-torch clean
+	test-engine-newest mutants fuzz lint bench bench-torch clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +54,9 @@ test-engine-newest: $(NEWEST)/installed ## run the engine's tests alone with the
 mutants: $(VENV)/installed ## break the engine in many small ways and see that the tests notice
 	$(VENV)/bin/python -m tests.mutants
 
+fuzz: $(VENV)/installed ## compare PROGRAMS=1000 random programs from FIRST_SEED=0 on with the oracle, into fuzz.log
+	$(VENV)/bin/python -m tests.fuzz --programs $(PROGRAMS) --first-seed $(FIRST_SEED) --log fuzz.log
+
 lint: $(VENV)/installed ## check style, formatting and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -64,7 +69,7 @@ bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and to
 	$(TORCH)/bin/python -m benchmarks.torch_side_by_side
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp files below are written last: an interrupted installation is done again.

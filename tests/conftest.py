@@ -9,6 +9,7 @@ values of phi that are summed:
     |result - truth| <= ERROR * (max |phi'| * G + max |phi|)    both over [-G, G].
 """
 
+import datetime
 import functools
 import gc
 import os
@@ -53,6 +54,10 @@ gc.set_threshold(50_000)
 
 Tree = Any
 
+# The seed of the first random program, which changes from day to day. The processes that share out the
+# tests inherit it.
+FIRST_PROGRAM = int(os.environ.setdefault("PERGRAD_SEED", str(1000 * datetime.date.today().toordinal())))
+
 # Long lists of parameters, of which a third runs by default, chosen by a checksum of the test's name,
 # and everything with PERGRAD_TESTS=all (`make test-all`). What meets every case and strategy is not
 # among them.
@@ -90,6 +95,12 @@ ONE_WORKER = {
     "test_lab_sweep.py",
     "test_lab_train.py",
 }
+
+
+def pytest_report_header() -> str:
+    return (
+        f"random programs from seed {FIRST_PROGRAM} on (set PERGRAD_SEED={FIRST_PROGRAM} to repeat them)"
+    )
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
