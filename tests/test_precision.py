@@ -527,3 +527,17 @@ def test_centred_takes_sixteen_at_a_time(size):
         g = x[:, :, None] * (1 / np.cosh(x @ p) ** 2)[:, None, :]
     expected = np.cov(np.nan_to_num(g.reshape(size, -1)).T, fweights=w).diagonal().reshape(4, 3)
     np.testing.assert_allclose(stats_fn(p, x, example_weights=w), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_weights_are_no_wider_than_what_a_regulariser_adds(size):
+    # With 64 bits enabled, weights are float64, which is wider than these gradients.
+    def fun(w, x):
+        return jnp.mean(jnp.square(x @ w)) + jnp.sum(jnp.square(w))
+
+    w, x = array(normal(0, 3, 2), jnp.float32), array(normal(1, 2, 3), jnp.float32)
+    weights = np.array([1, 0.5])
+    result = pg.grad_stats(fun, pg.Mean(), microbatch_size=size)(w, x, example_weights=weights)
+    assert result.dtype == jnp.float32
+    truth = oracle.mean(oracle.per_example(fun, (w, x))[2], weights)
+    np.testing.assert_allclose(result, truth, rtol=1e-5)
