@@ -97,7 +97,7 @@ def check_others(
                 )
             if is_key(leaf):
                 raise ArgumentError(
-                    f"the keyword argument {path} is {_a_key(leaf)}. An argument given by keyword is "
+                    f"the keyword argument {path} is {a_key(leaf)}. An argument given by keyword is "
                     "the same for all examples, so all of them would draw the same numbers. Give it by "
                     f"position and name its place, as in rng_argnums={len(args)}. If all examples shall "
                     f"draw the same numbers, bind it: {partial}."
@@ -131,7 +131,7 @@ def _refuse_key(path: str, n: int, leaf: Any, roles: Roles, argument: Any) -> No
         own = "give the loss the key in an argument of its own, and name that in rng_argnums"
     shared = _shown({n, *roles.shared_argnums})
     raise ArgumentError(
-        f"{path} is {_a_key(leaf)}, and rng_argnums does not name it: all examples would draw the same "
+        f"{path} is {a_key(leaf)}, and rng_argnums does not name it: all examples would draw the same "
         f"numbers, such as one dropout mask for all. To give each example a key of its own, {own}. If "
         f"all examples shall draw the same numbers, write shared_argnums={shared}."
     )
@@ -141,7 +141,7 @@ def refuse_key_in_batch(path: str, leaf: Any) -> None:
     """Refuses one key among the examples, which would have to be split."""
     if is_key(leaf) and leaf.shape == ():
         raise ArgumentError(
-            f"the batch leaf {path} is {_a_key(leaf)}, which has no example axis. Give the loss the "
+            f"the batch leaf {path} is {a_key(leaf)}, which has no example axis. Give the loss the "
             "batch and the key as two arguments, `loss(params, batch, key)`, and write rng_argnums=2: "
             "each example gets a key of its own."
         )
@@ -181,6 +181,19 @@ def kind(x: Any) -> str:
     return f"{x!r}, a {type(x).__name__}"
 
 
+def parameters_of(argument: Any, number: int) -> str:
+    """A sentence that says how to get at the parameters alone in what frameworks keep together."""
+    if hasattr(argument, "params"):
+        return f" If only its parameters are to be differentiated, give the loss args[{number}].params."
+    if any(base.__module__.split(".")[0] == "equinox" for base in type(argument).__mro__):
+        return (
+            " For a module of Equinox write `params, static = eqx.partition(model, "
+            "eqx.is_inexact_array)`, give the loss params, and in the loss write "
+            "`model = eqx.combine(params, static)`."
+        )
+    return ""
+
+
 def _is_array_like(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
@@ -190,7 +203,8 @@ def _is_as_long(x: Any, size: int) -> bool:
     return size > 1 and _is_array_like(x) and tuple(x.shape[:1]) == (size,)
 
 
-def _a_key(x: Any) -> str:
+def a_key(x: Any) -> str:
+    """What the key `x` is, for messages."""
     typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return f"{'a' if typed else 'a raw'} PRNG key ({kind(x)})"
 

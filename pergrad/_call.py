@@ -21,6 +21,7 @@ from pergrad._arguments import (
     is_one_key,
     kind,
     named_leaves,
+    parameters_of,
     refuse_key_in_batch,
     roles_of,
 )
@@ -109,7 +110,7 @@ class Call:
                 raise ArgumentError(
                     f"the parameter {path} of argument {number} cannot be differentiated: it is "
                     f"{kind(leaf)}, not a floating-point array. Keep it in an argument that argnums "
-                    "does not name."
+                    f"does not name.{parameters_of(self.args[number], number)}"
                 )
             paths.append(path)
             leaves.append(_as_array(leaf))

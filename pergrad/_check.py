@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pergrad import _compat, _spmd
-from pergrad._arguments import kind
+from pergrad._arguments import a_key, is_key, kind
 from pergrad._call import Call
 from pergrad._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, aval
 from pergrad._errors import ArgumentError, NotPerExampleError
@@ -238,6 +238,14 @@ def _if_mixed(seen: _Seen) -> str:
             "from the scope around it, or shared_argnums names it. If it belongs to the examples, make "
             "it an argument of the loss, and name it in batch_argnums."
         )
+    if line is None and (key := _key_that_is_shared(seen.call)):
+        return (
+            f"The loss uses {key} that is the same for all examples: the loss takes it from the scope "
+            "around it, or shared_argnums names it. All single examples draw the same numbers from it, "
+            "and the whole batch draws others. Make the key an argument of the loss, and give every "
+            "example a key of its own: value_and_stats(..., rng_argnums=...). For check, switch the "
+            "randomness off (deterministic=True, dropout 0)."
+        )
     if line is None:
         return (
             f"Its examples influence each other (batch norm, a contrastive or balancing loss). {way_out}"
@@ -250,11 +258,20 @@ def _if_mixed(seen: _Seen) -> str:
 
 def _as_long_as_the_batch(call: Call) -> str | None:
     """An array as long as the batch that is the same for all examples, if the loss uses one."""
+    return next((kind(x) for x in _shared_arrays(call) if jnp.shape(x)[:1] == (call.size,)), None)
+
+
+def _key_that_is_shared(call: Call) -> str | None:
+    """A PRNG key that is the same for all examples, if the loss uses one."""
+    return next((a_key(x) for x in _shared_arrays(call) if is_key(x)), None)
+
+
+def _shared_arrays(call: Call) -> Sequence[Any]:
+    """The arrays that the loss uses beside parameters and examples."""
     loss = jax.make_jaxpr(
         lambda params, batch: call.request.fun(*call.arguments(params, batch), **call.kwargs)
     )
-    consts = loss(call.params, call.batch).consts
-    return next((kind(x) for x in consts if jnp.shape(x)[:1] == (call.size,)), None)
+    return loss(call.params, call.batch).consts
 
 
 def _where_examples_meet(call: Call) -> str | None:
