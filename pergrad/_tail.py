@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pergrad._compat import Atom, JaxprEqn, Var, aval
 from pergrad._cost import size
 from pergrad._eval import Env, distinct, evaluate, evaluate_wide, read, widen
-from pergrad._statistics import Weights, weigh
+from pergrad._statistics import Weights
 from pergrad._steps import STEPS
 from pergrad.terms import Term
 
@@ -174,7 +174,7 @@ class Tail:
             return grads
         zeros = {v: jnp.zeros(x.shape, x.dtype) for v, x in sums.items()}
         offsets = self._wide_steps(env | zeros)
-        return [g + weigh(c, total - 1) for g, c in zip(grads, offsets, strict=True)]
+        return [g + jnp.asarray(total - 1, c.dtype) * c for g, c in zip(grads, offsets, strict=True)]
 
     def _wide_steps(self, env: Env) -> list[jax.Array]:
         evaluate_wide(self.steps, env)

@@ -431,3 +431,28 @@ def test_auto_microbatch_is_within_the_batch(size, positions):
 def test_microbatch_as_asked(asked, planned):
     plan = pg.explain(tagger, MOMENTS, microbatch_size=asked)(*tagger_args(16))
     assert plan.microbatch_size == planned
+
+
+# What half-precision compute may not change: which products are seen.
+
+
+def half_layer(w, x):
+    return jnp.mean(jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+
+
+def half_recurrence(w, x):
+    def step(h, x_t):
+        return jnp.tanh((h + x_t) @ w.astype(jnp.bfloat16)), None
+
+    start = jnp.zeros((x.shape[0], x.shape[2]), jnp.bfloat16)
+    h, _ = lax.scan(step, start, jnp.swapaxes(x, 0, 1).astype(jnp.bfloat16))
+    return jnp.mean(h.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("per", ["example", 2, "token"])
+@pytest.mark.parametrize("loss", [half_layer, half_recurrence], ids=lambda f: f.__name__)
+def test_products_of_half_precision_models_are_seen(loss, per):
+    args = jnp.ones((64, 64), jnp.float32), jnp.ones((8, 16, 64), jnp.float32)
+    (row,) = pg.explain(loss, pg.Mean(jnp.square, per=per))(*args).rows
+    assert row.kind == "product"
+    assert row.strategy.startswith("factored" if per == "token" else "streamed")

@@ -349,6 +349,17 @@ def test_direction_of_the_mean_gradient():
     close(dot, np.mean(gram, axis=1))
 
 
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_direction_meets_what_a_regulariser_adds(size):
+    # Inner products are a derivative by the weights, also where these add up to 1: one example.
+    def fun(w, x):
+        return jnp.mean(jnp.square(x @ w)) + jnp.sum(jnp.cosh(w))
+
+    w, x, v = normal(0, 4, 2), normal(1, 3, 4), normal(2, 4, 2)
+    result = pg.grad_stats(fun, pg.Dot(), microbatch_size=size)(w, x, direction=v)
+    close(result, oracle.dot(oracle.per_example(fun, (w, x))[2], v))
+
+
 def test_direction_of_zero():
     p, b = params(), batch()
     dot = jax.jit(pg.grad_stats(loss, pg.Dot()))(p, b, direction=jax.tree.map(jnp.zeros_like, p))

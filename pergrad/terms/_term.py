@@ -69,16 +69,14 @@ class Term(abc.ABC):
 def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> jax.Array:
     """A `dot_general` whose result has this dtype (None: that of its operands), maybe a wider one.
 
-    Accelerators sum half-precision products up in float32, if asked to. XLA's CPU backend widens
-    the operands, but not for all layouts: others it compiles and then does not run ("Unsupported element
-    type for DotThunk: BF16 x BF16 = F32"). There the operands are widened here, which takes as long.
+    Accelerators sum half-precision products up in float32, if asked to. XLA's CPU backend widens the
+    operands, but not for all layouts: others it compiles and then does not run ("Unsupported element
+    type for DotThunk: BF16 x BF16 = F32"). There the operands are widened here, which takes as long. The
+    choice is made for the device that the plan is for, not by `lax.platform_dependent`: the products of a
+    loop's steps and of single tokens stand in programs that are cut again, where a conditional would hide
+    them.
     """
-
-    def asked_for(x: Any, d: Any) -> jax.Array:
-        return lax.dot_general(x, d, numbers, precision=precision, preferred_element_type=dtype)
-
-    if dtype is None or dtype == jnp.promote_types(x.dtype, d.dtype):
-        return asked_for(x, d)
-    return lax.platform_dependent(
-        x, d, cpu=lambda x, d: asked_for(x.astype(dtype), d.astype(dtype)), default=asked_for
-    )
+    is_wider = dtype is not None and dtype != jnp.promote_types(x.dtype, d.dtype)
+    if is_wider and jax.default_backend() == "cpu":
+        x, d = x.astype(dtype), d.astype(dtype)
+    return lax.dot_general(x, d, numbers, precision=precision, preferred_element_type=dtype)
