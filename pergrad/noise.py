@@ -30,10 +30,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from pergrad import _moments
+from pergrad._arguments import check_others, roles_of
 from pergrad._errors import ArgumentError
 from pergrad._names import Stats, asked, missing, source
-from pergrad._request import ArgNums, as_tuple
-from pergrad._statistics import Fold, Statistic, Variance, weigh, wide
+from pergrad._request import ArgNums, Request
+from pergrad._statistics import Fold, Mean, Statistic, Variance, weigh, wide
 from pergrad._whole import Norm, Where, added_up
 
 Tree = Any
@@ -223,6 +224,7 @@ def curvature(
     fun: Callable[..., Any],
     *,
     batch_argnums: ArgNums = 1,
+    shared_argnums: ArgNums = (),
     keep_batch_dim: bool = True,
     probes: int = 1,
     microbatch_size: int | None = None,
@@ -236,15 +238,20 @@ def curvature(
 
     Each of the `probes` takes one gradient and one product with the Hessian. The mean of gbar' H gbar is
     mu' H mu + tr(H Sigma) / B, and the second term is subtracted. Where the Hessian is not positive
-    definite, both estimates may be negative, and then their ratio says nothing. With a
+    definite, both estimates may be negative, and then their ratio says nothing. Arguments that look like
+    examples and have no role are refused, as `pg.value_and_stats` refuses them. With a
     `microbatch_size` that many examples go through the model at a time: this needs the memory of that
     many examples, and every forward pass runs once more.
     """
 
+    request = Request(fun, Mean(), batch_argnums=batch_argnums, shared_argnums=shared_argnums)
+
     def at(key: jax.Array, params: Tree, *rest: Any) -> SignalNoise:
         args = (params, *rest)
-        batch = [i % len(args) for i in as_tuple(batch_argnums)]
+        roles = roles_of(request, args, {})
+        batch = roles.batch_argnums
         n = jax.tree.leaves([args[i] for i in batch])[0].shape[0]
+        check_others(request, roles, args, {}, n)
         axes = tuple(0 if i in batch else None for i in range(len(args)))
 
         def one(*example: Any) -> jax.Array:

@@ -63,7 +63,7 @@ FIRST_PROGRAM = int(os.environ.setdefault("PERGRAD_SEED", str(1000 * datetime.da
 # among them.
 SHORTENED = {
     "test_cases.py": {"test_low_precision"},
-    "test_cases_whole.py": {"test_whole_gradients_and_units"},
+    "test_cases_whole.py": {"test_whole_gradients_and_units", "test_mixed_precision"},
     "test_lab_bench.py": {"test_every_model_agrees_with_vmap"},
     "test_structures.py": {"test_elementwise_statistics", "test_all_that_can_leaves"},
     "test_precision.py": {

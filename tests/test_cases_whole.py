@@ -43,11 +43,22 @@ SOME_IN_PARTS = (*IN_PARTS, "gram_where")  # of half of the parameters whole gra
 WITH_FACTORS = ("norm", "gram", "gram_where", "dot", "clipped", "clipped_by_leaf")
 
 
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+def test_mixed_precision(case: Case) -> None:
+    number = CASES.index(case)
+    variant, names = VARIANTS[number % len(VARIANTS)], (None, WITH_FACTORS)[number % 2]
+    run(case, STRATEGIES[number // 3 % len(STRATEGIES)], variant, names, dtype="mixed")
+
+
 def run(
-    case: Case, strategy: str, variant: tuple[bool, str, Any], names: Sequence[str] | None = None
+    case: Case,
+    strategy: str,
+    variant: tuple[bool, str, Any],
+    names: Sequence[str] | None = None,
+    dtype: str = "float64",
 ) -> None:
     """Asks a case for statistics of whole gradients: for these, or for all and other units too."""
-    runner = Runner(case, variant, once=True)
+    runner = Runner(case, variant, dtype, once=True)
     call = Call(Request(runner.loss, pg.Mean(), **runner.options), runner.args, {})
     questions = Questions(runner.truth, call.paths)
     units = {name: unit.statistic for name, unit in UNITS.items()} if names is None else {}

@@ -248,6 +248,17 @@ def test_curvature_of_a_quadratic():
     np.testing.assert_allclose(progress[0], progress[1] / 2, rtol=1e-9)
 
 
+def test_curvature_refuses_labels_that_are_not_split():
+    def loss(params, x, y):
+        return jnp.mean(jnp.square(x @ params - y))
+
+    key, args = jax.random.key(0), (jnp.ones(2), jnp.ones((4, 2)), jnp.arange(4.0))
+    with pytest.raises(pg.ArgumentError, match=r"args\[2\].*batch_argnums=\(1, 2\).*shared_argnums=2"):
+        noise.curvature(loss)(key, *args)
+    both = noise.curvature(loss, batch_argnums=(1, 2))(key, *args)
+    assert np.all(np.isfinite(both))
+
+
 def test_curvature_of_one_example_at_a_time():
     x = jnp.arange(6.0).reshape(3, 2)
     batches = noise.curvature(lambda p, x: jnp.mean(jnp.square(x @ p)))

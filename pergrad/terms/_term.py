@@ -71,10 +71,11 @@ def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> 
 
     Accelerators sum half-precision products up in float32, if asked to. XLA's CPU backend widens the
     operands, but not for all layouts: others it compiles and then does not run ("Unsupported element
-    type for DotThunk: BF16 x BF16 = F32"). There the operands are widened here, which takes as long. The
-    choice is made for the device that the plan is for, not by `lax.platform_dependent`: the products of a
-    loop's steps and of single tokens stand in programs that are cut again, where a conditional would hide
-    them.
+    type for DotThunk: BF16 x BF16 = F32"). There the operands are widened here, which takes as long.
+
+    The choice is made for the device that the plan is for, not by `lax.platform_dependent`: the products
+    of a loop's steps and of single tokens stand in programs that are cut again, and there a conditional
+    would hide them.
     """
     is_wider = dtype is not None and dtype != jnp.promote_types(x.dtype, d.dtype)
     if is_wider and jax.default_backend() == "cpu":
