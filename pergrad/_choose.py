@@ -207,7 +207,8 @@ def _why(strategy: Strategy, units: Units, size: int) -> str:
             return "an outer product for each"
         case "sparse":
             assert isinstance(term, Lookup)
-            return f"touches at most {term.contributions} of {term.table} rows"
+            touched = sum(term.contributions for term in tail.terms)
+            return f"touches at most {touched} of {term.table} rows"
     if size == 1:
         return "one at a time"
     for term in tail.terms if units.per_example == 1 else ():

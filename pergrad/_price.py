@@ -200,7 +200,7 @@ class Prices:
     def seconds_of_joining(self) -> float:
         """The price of feeding one more statistic where a pass for others runs anyway."""
         g = self.gradient
-        if any(isinstance(term, Lookup) for term in self.tail.terms) and len(self.tail.terms) == 1:
+        if self.tail.terms and all(isinstance(term, Lookup) for term in self.tail.terms):
             return self._memory(self.factors)
         return self._memory(self.size * g, at_once=g * (1 + self.statistics))
 
@@ -251,10 +251,9 @@ class Prices:
             case "materialise":
                 return self.formed * self.size
             case "sparse":
-                (lookup,) = self.tail.terms
-                assert isinstance(lookup, Lookup)
-                row = _cost.nbytes(lookup.out) / lookup.table
-                return self.size * lookup.contributions * row * (1 + self.statistics)
+                lookups = [term for term in self.tail.terms if isinstance(term, Lookup)]
+                rows = sum(t.contributions * _cost.nbytes(t.out) / t.table for t in lookups)
+                return self.size * rows * (1 + self.statistics)
         raise AssertionError(strategy.name)
 
     def fitted(self, strategy: Strategy, at_a_time: int | None = None) -> Strategy:

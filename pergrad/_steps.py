@@ -35,7 +35,8 @@ class Step:
 
     It is linear in all of `operands` together (None: in all it has) or, as a product, in `one_of` them.
     `number` is a scale's c, from the operand that does not vary (None if there is none). `constant` says
-    whether the equation adds something that is none of its operands.
+    whether the equation adds something that is none of its operands. `selects` are the operands of a mix
+    of which an entry of the result takes in one entry at most, as it is (None if it mixes them all).
     """
 
     family: str
@@ -44,6 +45,7 @@ class Step:
     condition: Callable[[JaxprEqn], bool] = lambda eqn: True
     number: Callable[[Any], Any] | None = None
     constant: Callable[[JaxprEqn], bool] = lambda eqn: False
+    selects: slice | None = None
 
     def linear_operands(self, eqn: JaxprEqn) -> range:
         return range(len(eqn.invars))[self.operands or slice(None)]
@@ -55,6 +57,11 @@ class Step:
             and (len(varying) == 1 or not self.one_of)
             and self.condition(eqn)
         )
+
+    def takes_single_entries(self, eqn: JaxprEqn, operand: int) -> bool:
+        """Whether an entry of the result is made of one entry of this operand at most."""
+        selected = range(len(eqn.invars))[self.selects] if self.selects else ()
+        return self.family != "mix" or operand in selected
 
 
 def _between_floats(eqn: JaxprEqn) -> bool:
@@ -69,6 +76,7 @@ def _fills(eqn: JaxprEqn) -> bool:
 
 
 _first = slice(0, 1)
+_all = slice(None)
 _Mode = lax.GatherScatterMode
 
 STEPS: dict[Primitive, Step] = {
@@ -96,20 +104,29 @@ STEPS: dict[Primitive, Step] = {
     p.gather_p: Step("mix", _first, constant=_fills),
     p.reduce_sum_p: Step("mix", _first),
     p.reduce_window_sum_p: Step("mix", _first),
+    _compat.split_p: Step("mix", _first, selects=_first),
     # linear in all of them together
-    p.add_p: Step("mix"),
-    p.add_jaxvals_p: Step("mix"),
+    p.add_p: Step("mix", selects=_all),
+    p.add_jaxvals_p: Step("mix", selects=_all),
     p.concatenate_p: Step("mix"),
-    p.pad_p: Step("mix"),
+    p.pad_p: Step("mix", selects=_first),
     p.sub_p: Step("mix"),
     # linear in the values, but not in the places or the choice
     p.dynamic_update_slice_p: Step("mix", slice(0, 2)),
     p.scatter_add_p: Step("mix", slice(0, 3, 2)),
-    p.scatter_p: Step("mix", slice(0, 3, 2)),
-    p.select_n_p: Step("mix", slice(1, None)),
+    p.scatter_p: Step("mix", slice(0, 3, 2), selects=_first),
+    p.select_n_p: Step("mix", slice(1, None), selects=slice(1, None)),
 }
 
 ADDITIONS: frozenset[Primitive] = frozenset({p.add_p, p.add_jaxvals_p})
+
+# These replace some entries and leave the others where they are.
+REPLACING: frozenset[Primitive] = frozenset({p.scatter_p, p.select_n_p})
+
+# In the result an entry has the place that it has in the operand.
+STAYING: frozenset[Primitive] = (
+    ADDITIONS | REPLACING | {p.convert_element_type_p, p.copy_p, _compat.name_p}
+)
 
 # Each result depends on the operand in the same place, and on no other.
 ONE_TO_ONE: frozenset[Primitive] = frozenset({_compat.optimization_barrier_p})

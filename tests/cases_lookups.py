@@ -202,6 +202,76 @@ def written_outside(p: Tree, batch: Tree) -> Array:
     return pooled(p, h, batch["y"])
 
 
+# Rows that are looked up twice, and rows that are dropped, scaled or joined before they are looked up.
+
+TWO = {"x": places(0, 6, 5), "z": places(-9, 8, 4)} | Y
+
+
+@case({"table": param(7, 4), "out": param(4, 3)}, TWO)
+def looked_up_twice(p: Tree, batch: Tree) -> Array:
+    # A token and its neighbours, in one table: some rows are read by both, some by one of them.
+    h = jnp.tanh(p["table"][batch["x"]])
+    return pooled(p, h, batch["y"]) + pooled(p, p["table"].at[batch["z"]].get(mode="clip"), batch["y"])
+
+
+@case({"table": param(4, 7), "scale": param(), "out": param(4, 3)}, TWO)
+def looked_up_in_three_ways(p: Tree, batch: Tree) -> Array:
+    # Each time the table is scaled differently, and always transposed.
+    h = (3 * p["table"].T)[batch["x"]] * p["table"].T[batch["x"][:, ::-1]]
+    h = h[:, :4] + jnp.take(p["table"].T * p["scale"], batch["z"], axis=0, mode="fill", fill_value=0)
+    return pooled(p, h, batch["y"])
+
+
+@case({"table": param(7, 4), "square": param(4, 4), "out": param(4, 3)}, TWO)
+def looked_up_in_two_layouts(p: Tree, batch: Tree) -> Array:
+    # A row has another place the second time; what is a row the first time is a column the second.
+    h = p["table"][batch["x"]][:, :4] * p["table"][::-1].at[batch["z"]].get(mode="clip")
+    return pooled(p, h + p["square"][batch["z"] % 4] * p["square"].T[batch["z"] % 3], batch["y"])
+
+
+PADDED = ("set", "several", "where", "masked", "padded")
+
+
+@case({name: param(7, 4) for name in PADDED} | {"out": param(4, 3)}, TWO)
+def padding_row(p: Tree, batch: Tree) -> Array:
+    # The row of the padding is made 0 before it is looked up, in the ways that people write it.
+    x, real = batch["x"], jnp.arange(7)[:, None] > 0
+    h = p["set"].at[0].set(0.0)[x] + p["several"].at[np.array([0, 3])].set(0.0)[x]
+    h = h * jnp.where(real, p["where"], 0)[x] + (p["masked"] * real)[x]
+    return pooled(p, h + jnp.pad(p["padded"], ((1, 0), (0, 0)))[x], batch["y"])
+
+
+SCALES = {"rows": param(7), "columns": param(4)}
+
+
+@case({"table": param(7, 4), "twice": param(7, 4), "out": param(4, 3)} | SCALES, TWO)
+def scaled_rows(p: Tree, batch: Tree) -> Array:
+    # Rows and columns have scales, which are learned or not. The table whose scales are learned is read
+    # again, cut and masked.
+    table = p["twice"] / (3 + p["rows"][:, None]) * p["columns"][None]
+    masked = table.at[0].set(0.0)[1:] * jnp.arange(6.0)[:, None].astype(table.dtype)
+    h = table[batch["x"]][:, :4] + jnp.take(masked, batch["z"], axis=0, mode="clip")
+    rows, columns = lax.stop_gradient((p["rows"], p["columns"]))
+    h = h * (p["table"] * rows[:, None] / (2 + columns[None]))[batch["x"]][:, :4]
+    return pooled(p, h, batch["y"])
+
+
+@case({"table": param(7, 4), "out": param(4, 3)}, TWO)
+def masked_twice(p: Tree, batch: Tree) -> Array:
+    # One table with two masks: what one of them leaves out comes in by the other.
+    table, x = p["table"], batch["x"]
+    h = table.at[0].set(0.0)[x] * jnp.where(jnp.arange(7)[:, None] == 3, 0, table)[x]
+    return pooled(p, h, batch["y"])
+
+
+@case({"first": param(3, 4), "second": param(4, 4), "third": param(2, 4), "out": param(4, 3)}, TWO)
+def joined_tables(p: Tree, batch: Tree) -> Array:
+    # Tokens of two tables that stand one behind the other, of which one is joined to a third, too.
+    h = jnp.concatenate([p["first"], p["second"]])[batch["x"]][:, :4]
+    joined = jnp.concatenate([p["second"], jnp.zeros((1, 4), h.dtype), 2 * p["third"]])
+    return pooled(p, h * joined.at[batch["z"]].get(mode="clip"), batch["y"])
+
+
 # Nothing there.
 
 

@@ -20,6 +20,7 @@ from pergrad._compat import (
     optimization_barrier_p,
     ragged_dot_general_p,
     sharding_constraint_p,
+    split_p,
 )
 from pergrad._steps import STEPS
 from pergrad.terms import TERMS
@@ -264,6 +265,7 @@ STEP_EXAMPLES = {
     primitives.gather_p: lambda g: g[jnp.array([3, 0, 3]), jnp.array([1, 5, 1])],
     primitives.reduce_sum_p: lambda g: jnp.sum(g, axis=0),
     primitives.reduce_window_sum_p: lambda g: lax.reduce_window(g, 0.0, lax.add, (2, 2), (1, 2), "SAME"),
+    split_p: lambda g: lax.split(g, (1, 3))[1],
     primitives.add_p: lambda g: g + CONSTANT,
     primitives.add_jaxvals_p: lambda g: add_jaxvals(g, CONSTANT),
     primitives.concatenate_p: lambda g: jnp.concatenate([g, CONSTANT[:2], g]),

@@ -283,7 +283,7 @@ def test_streams_of_an_accelerator_are_as_wide_as_its_memory_allows(monkeypatch)
     ("name", "path", "strategy", "reason"),
     [
         ("sparse", "['table']", "sparse", "as asked"),
-        ("sparse", "['w']", "streamed:4", "not sparse: not a single lookup"),
+        ("sparse", "['w']", "streamed:4", "not sparse: not lookups alone"),
         ("factored", "['w']", "streamed:4", "not factored: sums over positions"),
         ("summed", "['w']", "streamed:4", "not summed: not the mean gradient"),
         ("streamed", "['b']", "streamed:4", "as asked"),

@@ -49,6 +49,7 @@ ORDER = [
     "pergrad.terms.total",
     "pergrad.terms",
     "pergrad._tail",
+    "pergrad._ways",
     "pergrad.strategies._strategy",
     "pergrad.strategies.summed",
     "pergrad.strategies.factored",

@@ -4,7 +4,7 @@ For one example with N lookups of rows k_1, ..., k_N of a table and their cotang
 
     g[k] = sum over n with k_n = k of U_n,
 
-so of all rows of g at most N are not zero. `rows` brings an example into that form, with equal k
+so of all rows of g at most N are not zero. `Rows` brings an example into that form, with equal k
 added up: as many rows as lookups, of which the first of every k holds the sum and the others are
 empty. From there an elementwise statistic costs N rows per example and never the table.
 """
@@ -39,6 +39,13 @@ class Rows(NamedTuple):
     values: jax.Array
     first: jax.Array
 
+    @staticmethod
+    def of(keys: jax.Array, values: jax.Array) -> Rows:
+        """From keys [B, N] and values [B, N, ...], with those of equal keys added up."""
+        slots = jax.vmap(_first_of_equals)(keys)
+        values = jax.vmap(lambda v, slot: jnp.zeros_like(v).at[slot].add(v))(values, slots)
+        return Rows(keys, values, slots == jnp.arange(keys.shape[1])[None])
+
 
 @dataclasses.dataclass(frozen=True)
 class Lookup(Term):
@@ -71,6 +78,12 @@ class Lookup(Term):
         """How many rows there are."""
         return math.prod(self.sizes(self.indexed))
 
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What tables have in common if the rows of one may be taken for rows of the other."""
+        table = aval(self.out)
+        return table.shape, self.indexed, accumulation_dtype(table.dtype)
+
     def sizes(self, axes: Collection[int]) -> tuple[int, ...]:
         return tuple(aval(self.out).shape[a] for a in axes)
 
@@ -81,13 +94,6 @@ class Lookup(Term):
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
         key, value = parts
         return self.to_table(key[None, None], value[None, None, None])[0]
-
-    def rows(self, env: Env) -> Rows:
-        """The rows of all examples, whose factors in `env` are [B, ...]."""
-        keys, values = self.keys_and_values(env)
-        slots = jax.vmap(_first_of_equals)(keys)
-        values = jax.vmap(lambda v, slot: jnp.zeros_like(v).at[slot].add(v))(values, slots)
-        return Rows(keys, values, slots == jnp.arange(keys.shape[1])[None])
 
     def to_table(self, keys: jax.Array, values: jax.Array) -> jax.Array:
         """Adds up `values` [B, N, S, row] at their keys: S arrays shaped like the term, in front."""
