@@ -45,8 +45,19 @@ def guarded_input(h: Array, e: Tree, w: Make) -> Array:
 
 
 def guarded_product(h: Array, e: Tree, w: Make) -> Array:
+    """The branch that some examples do not take has a factor 0 / 0 for them."""
     matrix, size = w(h.shape[2], 3), square_of(h)
-    return lax.cond(size > LEAST, lambda: h @ matrix / jnp.sqrt(size), lambda: jnp.sin(h @ matrix))
+    return lax.cond(size > LEAST, lambda: (h / size) @ matrix, lambda: jnp.sin(h @ matrix))
+
+
+def guarded_direction(h: Array, e: Tree, w: Make) -> Array:
+    matrix = w(h.shape[2], 3)
+
+    def direction() -> Array:
+        y = h @ matrix
+        return jnp.tanh(y / jnp.sqrt(square_of(y)))
+
+    return lax.cond(square_of(h) > LEAST, direction, lambda: h @ matrix)
 
 
 def guarded_logarithm(h: Array, e: Tree, w: Make) -> Array:
@@ -57,7 +68,7 @@ def guarded_logarithm(h: Array, e: Tree, w: Make) -> Array:
 
 def guarded_switch(h: Array, e: Tree, w: Make) -> Array:
     matrix, size = w(h.shape[2], h.shape[2]), square_of(h)
-    branches = [lambda: h, lambda: h @ matrix / size, lambda: h @ matrix.T / jnp.sqrt(size)]
+    branches = [lambda: h @ matrix, lambda: (h / size) @ matrix, lambda: h @ matrix.T / jnp.sqrt(size)]
     return lax.switch((size > LEAST).astype(jnp.int32) + (size > 9), branches)
 
 
@@ -80,6 +91,30 @@ def guarded_in_time(h: Array, e: Tree, w: Make) -> Array:
         return state, state
 
     return swap_time(lax.scan(cell, jnp.zeros_like(h[:, 0]), swap_time(h))[1])
+
+
+def guarded_state(h: Array, e: Tree, w: Make) -> Array:
+    """A state that starts from zero, and for some examples stays there, has norm 1 from then on."""
+    matrix = w(h.shape[2], h.shape[2])
+
+    def unit(state: Array) -> Array:
+        along = lambda: state / jnp.sqrt(square_of(state))  # noqa: E731
+        either = lambda: lax.cond(state[0, 0] > 0, along, lambda: jnp.sin(along()))  # noqa: E731
+        return lax.cond(square_of(state) > LEAST, either, lambda: state)
+
+    def cell(state: Array, x: Array) -> tuple[Array, Array]:
+        state = jnp.tanh(x + unit(state) @ matrix)
+        return state, state
+
+    return swap_time(lax.scan(cell, jnp.zeros_like(h[:, 0]), swap_time(h))[1])
+
+
+def guarded_for_all(h: Array, e: Tree, w: Make) -> Array:
+    """The branch that no example takes divides the weight by zero."""
+    first, second = w(h.shape[2], 7), w(3, 7).T
+    zero = 0 * square_of(lax.stop_gradient(second))
+    scaled = jax.checkpoint(lambda: first @ (second / zero))
+    return h @ lax.cond(zero > LEAST, scaled, lambda: first @ second)
 
 
 def guarded_by_where(h: Array, e: Tree, w: Make) -> Array:
@@ -230,10 +265,13 @@ WITHOUT_KEY: dict[str, Operation] = {
     **{name: of_tokens(operation) for name, operation in OPERATIONS.items()},
     "guarded input": guarded_input,
     "guarded product": guarded_product,
+    "guarded direction": guarded_direction,
     "guarded logarithm": guarded_logarithm,
     "guarded switch": guarded_switch,
     "guarded mean": guarded_mean,
     "guarded in time": guarded_in_time,
+    "guarded state": guarded_state,
+    "guarded for all": guarded_for_all,
     "guarded by where": guarded_by_where,
     "guarded weight": guarded_weight,
     "cond in time": cond_in_time,
