@@ -2,8 +2,8 @@
 
 A program is made from its seed alone: `python -m tests.fuzz --first-seed 17 --programs 1` runs number 17
 again. Seeds that the log already has are not run again, so that a long run can be stopped and continued.
-With other parts in `programs` a seed makes another program: begin a new log then. A program that is wrong
-is reduced to a simpler one that is wrong, too.
+With other parts in `programs` a seed makes another program: begin a new log then. A program that is
+wrong is reduced to a simpler one that is wrong, too.
 """
 
 import argparse

@@ -234,7 +234,7 @@ def _differences(x: Any, plain: Any, shown: Sequence[str], skipped: Sequence[str
 # From a seed to a program.
 
 
-def draw(seed: int, max_layers: int = 3) -> Program:
+def draw(seed: int) -> Program:
     """The program of a seed. Programs of neighbouring seeds have nothing in common."""
     r = np.random.default_rng(seed)
 
@@ -259,7 +259,7 @@ def draw(seed: int, max_layers: int = 3) -> Program:
         )
 
     network = Network(
-        layers=tuple(layer() for _ in range(1 + r.integers(max_layers))),
+        layers=tuple(layer() for _ in range(r.integers(1, 4))),
         head="squares" if r.random() < 0.4 else one(HEADS),
         regulariser=one(REGULARISERS),
         precision=precision,

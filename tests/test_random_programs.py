@@ -18,8 +18,7 @@ from tests.programs import FORMS, Call, Layer, Network, Program, check, draw, re
 
 @pytest.mark.parametrize("seed", range(FIRST_PROGRAM, FIRST_PROGRAM + 200))
 def test_random_program(seed):
-    # Two layers meet in every way there is; what takes time is to compile them.
-    check(draw(seed, max_layers=2))
+    check(draw(seed))
 
 
 def test_a_seed_makes_one_program_and_all_that_there_is_is_drawn():
@@ -43,8 +42,8 @@ def test_a_seed_makes_one_program_and_all_that_there_is_is_drawn():
 
 
 def test_most_programs_are_compared():
-    outcomes = [check(draw(seed, max_layers=1)) for seed in range(20)]
-    assert outcomes.count("ok") >= 18
+    outcomes = [check(draw(seed)) for seed in range(10)]
+    assert outcomes.count("ok") >= 9
 
 
 def test_a_wrong_statistic_is_noticed(monkeypatch):
