@@ -52,8 +52,8 @@ MUTANTS = (
     Mutant(
         "Summed",
         "pergrad/_tail.py",
-        "return [g + (total - 1) * c for",
-        "return [g + total * c for",
+        "g + jnp.asarray(total - 1, c.dtype) * c for",
+        "g + jnp.asarray(total, c.dtype) * c for",
         cases("regularised"),
     ),
     Mutant(

@@ -337,7 +337,9 @@ def test_truth(model, optimised, monkeypatch):
     assert plan.plain_operations == pytest.approx(plain.cost_analysis()["flops"], rel=0.05)
     assert plan.operations == pytest.approx(without_loops.cost_analysis()["flops"], rel=0.1)
     assert 1 / 2 < plan.plain_bytes / plain.memory_analysis().temp_size_in_bytes < 2
-    most = 2 if jax.__version_info__ >= (0, 10) else 2.5  # an older XLA lays out less
+    # An older XLA lays out less. That of today lays what an MLP's factors are turned into over
+    # activations that are no longer needed, and takes less than `jax.grad`.
+    most = 2 if jax.__version_info__ >= (0, 10) and not isinstance(model, MLP) else 2.6
     assert 1 / 2 < plan.bytes / stats.memory_analysis().temp_size_in_bytes < most
 
 
