@@ -1,6 +1,7 @@
 """Damaged checkpoints: a run resumes with the numbers of an undisturbed one, or ends with an error."""
 
 import json
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pergrad.lab.runs import directory
 from pergrad.lab.train import Unwatched, parameters, train
 from tests import labs
 
+EVERY_DAMAGE = os.environ.get("PERGRAD_TESTS") == "all"
 TINY = Model(layers=1, width=16, heads=2, context=16)
 
 
@@ -109,7 +111,7 @@ def test_every_file_of_a_checkpoint_damaged_in_many_ways(config, undisturbed, in
     for file in files(interrupted / "checkpoints" / "8"):
         name = file.relative_to(interrupted)
         content = file.read_bytes()
-        for damaged in damages(content, str(name)):
+        for damaged in damages(content, str(name))[:: 1 if EVERY_DAMAGE else 3]:
             if damaged == content:
                 continue
             shutil.rmtree(path, ignore_errors=True)
@@ -127,7 +129,7 @@ def test_every_file_of_a_checkpoint_damaged_in_many_ways(config, undisturbed, in
                 assert file.name == checkpoints.CHECKSUMS and outcome(path) == undisturbed
         train(config, path)  # after the last damage
         assert outcome(path) == undisturbed
-    assert tried > 60
+    assert tried > (60 if EVERY_DAMAGE else 20)
 
 
 def test_an_intact_run_says_nothing_and_can_be_interrupted_again(
