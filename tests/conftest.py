@@ -14,6 +14,7 @@ import functools
 import gc
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,8 +62,8 @@ FIRST_PROGRAM = int(os.environ.setdefault("PERGRAD_SEED", str(1000 * datetime.da
 
 # Long lists of parameters, of which a third runs by default, chosen by a checksum of the test's name,
 # and everything with PERGRAD_TESTS=all (`make test-all`). What meets every case and strategy is not
-# among them. With PERGRAD_TESTS=few (the engine's tests on other versions of JAX) a third of that runs,
-# and a third of the cases and of the random programs.
+# among them. With PERGRAD_TESTS=few (the engine's tests on other versions of JAX) a third of every list
+# runs, and a ninth of the long ones.
 SHORTENED = {
     "test_cases.py": {"test_low_precision", "test_means_alone"},
     "test_cases_whole.py": {"test_whole_gradients_and_units", "test_mixed_precision"},
@@ -115,15 +116,19 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     if how_many == "all":
         return
 
+    seen: Counter[Any] = Counter()
+
     def runs(item: Any) -> bool:
         is_listed = item.originalname in SHORTENED.get(item.path.name, ())
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        is_many = is_listed or "case" in parameters or "seed" in parameters
-        parts = (3 if is_listed else 1) * (3 if is_many and how_many == "few" else 1)
-        return zlib.crc32(item.name.encode()) % parts == 0
+        if how_many == "few":
+            seen[item.path, item.originalname] += 1
+            parts = (9 if is_listed else 3) if hasattr(item, "callspec") else 1
+            return seen[item.path, item.originalname] % parts == 1 % parts
+        return not is_listed or zlib.crc32(item.name.encode()) % 3 == 0
 
-    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
-    items[:] = [item for item in items if runs(item)]
+    chosen = dict.fromkeys(item for item in items if runs(item))
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 ERROR = {
