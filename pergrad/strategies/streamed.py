@@ -81,7 +81,9 @@ class Streamed(Strategy):
                 for a, b in zip(first, last, strict=True)
             ]
         else:
-            states, values = lax.scan(one, states, xs, length=size, unroll=min(self.at_a_time, size))
+            states, values = lax.scan(
+                one, states, xs, length=size, unroll=max(1, min(self.at_a_time, size))
+            )
         of_accumulators, of_readings = iter(states), iter(values)
         return [
             next(of_accumulators if isinstance(job.statistic, Accumulator) else of_readings)
