@@ -107,7 +107,8 @@ def nanodo_model(config: DoConfig) -> Any:
     return Decoder(config)
 
 
-def nanodo_loss_factory(in_BT: Any, apply_fn: Callable[..., Any]) -> Callable[..., Any]:
+@functools.cache
+def nanodo_aux() -> Any:
     from flax import struct
 
     @struct.dataclass
@@ -115,6 +116,10 @@ def nanodo_loss_factory(in_BT: Any, apply_fn: Callable[..., Any]) -> Callable[..
         tokens: Any
         log_perplexity: Any
 
+    return Aux
+
+
+def nanodo_loss_factory(in_BT: Any, apply_fn: Callable[..., Any]) -> Callable[..., Any]:
     def loss_fn(params):
         x_BT = jnp.pad(in_BT[:, :-1], ((0, 0), (1, 0)))
         losses_BT = optax.softmax_cross_entropy_with_integer_labels(
@@ -122,7 +127,7 @@ def nanodo_loss_factory(in_BT: Any, apply_fn: Callable[..., Any]) -> Callable[..
         )
         weights_BT = (in_BT > 0).astype(losses_BT.dtype)
         mean_loss = jnp.sum(losses_BT * weights_BT) / weights_BT.sum()
-        return mean_loss, Aux(weights_BT.sum(), mean_loss)
+        return mean_loss, nanodo_aux()(weights_BT.sum(), mean_loss)
 
     return loss_fn
 
