@@ -315,6 +315,10 @@ def scatter_promising(g: Array) -> Array:
     return lax.scatter_add(zeros(g), PLACES[:4, None], g, rows, mode="promise_in_bounds")
 
 
+def windows(g: Array, start: float) -> Array:
+    return lax.reduce_window(g, jnp.asarray(start, g.dtype), lax.add, (2, 2), (1, 2), "SAME")
+
+
 Rule = Callable[[Array], Array]  # of a gradient [4, 6]
 
 RULES: dict[str, dict[str, Rule]] = {
@@ -343,8 +347,8 @@ RULES: dict[str, dict[str, Rule]] = {
         "joined": lambda g: jnp.concatenate([g, constant(g)[:2], 2 * g]),
         "selected": lambda g: jnp.where(constant(g) > 0.2, g, 0.3),
         "selected_from": lambda g: jnp.where(constant(g) > 0.2, constant(g), 2 * g),
-        "windows": lambda g: lax.reduce_window(g, 0.0, lax.add, (2, 2), (1, 2), "SAME"),
-        "windows_from": lambda g: lax.reduce_window(g, 0.7, lax.add, (2, 2), (1, 2), "SAME"),
+        "windows": lambda g: windows(g, 0.0),
+        "windows_from": lambda g: windows(g, 0.7),
         "sum_from": lambda g: lax.reduce(g, jnp.asarray(0.7, g.dtype), lax.add, [0]),
         "shifted": lambda g: 1.5 - g / 3,
     },
