@@ -2,14 +2,27 @@
 
 from pergrad import _compat as _compat  # first, since it says what is wrong with the version of JAX
 from pergrad import noise, optim, scaling
-from pergrad._api import explain, grad_stats, value_and_stats
-from pergrad._check import check
-from pergrad._combine import all_combine, combine
+from pergrad._call import check, explain, grad_stats, value_and_stats
+from pergrad._cut import FactorPair
 from pergrad._errors import ArgumentError, NotPerExampleError, PergradError
-from pergrad._factors import FactorPair
 from pergrad._plan import Plan
-from pergrad._statistics import Count, Fold, Individual, Loss, Mean, Statistic, Variance, power
-from pergrad._whole import ClippedMean, Dot, Factors, Gram, Norm
+from pergrad._statistics import (
+    ClippedMean,
+    Count,
+    Dot,
+    Factors,
+    Fold,
+    Gram,
+    Individual,
+    Loss,
+    Mean,
+    Norm,
+    Statistic,
+    Variance,
+    all_combine,
+    combine,
+    power,
+)
 
 __version__ = "0.1.0"
 

@@ -17,13 +17,22 @@ from flax import nnx
 from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
-from pergrad import _check, _spmd
-from pergrad._arguments import places
+from pergrad import _check
+from pergrad._call import (
+    ArgNums,
+    MicrobatchSize,
+    Request,
+    StrategyName,
+    keywords_of,
+    places,
+    returning_nothing,
+    returning_plan,
+    returning_stats,
+    spmd,
+)
 from pergrad._compat import drop_dead_code
 from pergrad._errors import ArgumentError, NotPerExampleError
 from pergrad._plan import Plan
-from pergrad._request import ArgNums, MicrobatchSize, Request, StrategyName
-from pergrad._wrap import keywords_of, returning_nothing, returning_plan, returning_stats
 
 
 def value_and_stats(
@@ -85,7 +94,7 @@ def value_and_stats(
         # defaults for keywords.
         own = _pop_own(kwargs, stats)
         call = _Call(request, args, kwargs, wrt)
-        result = _spmd.run(call.request, call.args, kwargs, **own)
+        result = spmd.run(call.request, call.args, kwargs, **own)
         nnx.update(call.modules, call.state_after())
         return result
 
@@ -126,7 +135,7 @@ def explain(
     def plan_of(*args: Any, **kwargs: Any) -> Plan:
         _pop_own(kwargs, stats)
         call = _Call(request, args, kwargs, wrt)
-        return _spmd.plan(call.request, call.args, kwargs)
+        return spmd.plan(call.request, call.args, kwargs)
 
     return plan_of
 

@@ -30,12 +30,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from pergrad import _moments
-from pergrad._arguments import check_others, roles_of
+from pergrad._call import ArgNums, Request, check_others, roles_of
 from pergrad._errors import ArgumentError
+from pergrad._ir import weigh, wide
 from pergrad._names import Stats, asked, missing, source
-from pergrad._request import ArgNums, Request
-from pergrad._statistics import Fold, Mean, Statistic, Variance, weigh, wide
-from pergrad._whole import Norm, Where, added_up
+from pergrad._statistics import Fold, Mean, Norm, Statistic, Variance, Where, added_up
 
 Tree = Any
 

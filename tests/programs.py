@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 import pergrad as pg
-from pergrad._choose import STRATEGIES
+from pergrad._plan import STRATEGIES
 from tests import conftest, oracle
 from tests.cases import BATCH, array
 from tests.conftest import STATISTICS, UNITS, Truth, assert_agrees, scales

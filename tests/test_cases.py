@@ -14,7 +14,6 @@ from jax.interpreters.ad import add_jaxvals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pergrad as pg
-from pergrad import _price
 from pergrad._compat import (
     name_p,
     optimization_barrier_p,
@@ -22,8 +21,8 @@ from pergrad._compat import (
     sharding_constraint_p,
     split_p,
 )
-from pergrad._steps import STEPS
-from pergrad.terms import TERMS
+from pergrad._cut import STEPS, TERMS
+from pergrad._ir import backend
 from tests.cases import BATCH, CASES, Case, array
 from tests.conftest import (
     ERROR,
@@ -191,7 +190,7 @@ PLAIN, WEIGHTED = (True, "none", None), (True, "weights", 2)
 @pytest.mark.parametrize("name", HANDFUL)
 def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Planned for a GPU, and run here: batched streams, other choices, the same numbers.
-    monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
     Runner(CASE[name], PLAIN).check("auto")
     Runner(CASE[name], WEIGHTED).check("streamed:2")
 

@@ -7,11 +7,9 @@ import jax
 import pytest
 
 import pergrad as pg
-from pergrad import _price
-from pergrad._call import Call
-from pergrad._request import Request
-from pergrad._steps import STEPS
-from pergrad.terms import TERMS
+from pergrad._call import Call, Request
+from pergrad._cut import STEPS, TERMS
+from pergrad._ir import backend
 from tests.cases import CASES, Case
 from tests.conftest import UNITS, assert_agrees
 from tests.test_cases import CASE, HANDFUL, PLAIN, STRIDE, VARIANTS, WEIGHTED, Runner
@@ -78,7 +76,7 @@ def run(
 
 @pytest.mark.parametrize("name", HANDFUL[::2])
 def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
     run(CASE[name], "auto", WEIGHTED)
 
 

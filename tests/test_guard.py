@@ -19,8 +19,8 @@ import pytest
 from jax import lax
 
 import pergrad as pg
+from pergrad._strategies import streamed
 from pergrad.lab.bench.models import CNN, LSTM, MLP, Transformer
-from pergrad.strategies import streamed
 
 MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
 NORMS = {"norm": pg.Norm()}

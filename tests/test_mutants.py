@@ -4,7 +4,7 @@ import pytest
 
 import pergrad as pg
 from pergrad import terms
-from pergrad._choose import STRATEGIES
+from pergrad._plan import STRATEGIES
 from pergrad._statistics import Merging
 from tests.mutants import MUTANTS, ROOT, Mutant
 

@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from pergrad import _cost, _price
+from pergrad._ir import backend, counts
+from pergrad._strategies import streamed
 from pergrad.lab.bench.models import CNN, MLP, Transformer
-from pergrad.strategies import streamed
 
 STRATEGIES = ["summed", "factored", "sparse", "streamed", "materialise"]
 MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
@@ -162,7 +162,7 @@ def test_sums_of_convolutions(monkeypatch):
         return rows_of(plan_of(model, pg.Mean()))["['layers'][1]['kernel']"].strategy
 
     assert strategy() == "streamed"
-    monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
     assert strategy() == "summed"
 
 
@@ -419,7 +419,7 @@ def test_equations_of_loops_count_as_often_as_they_run():
     def program(x):
         return lax.scan(step, jnp.tanh(x), length=5)
 
-    assert _cost.equations(jax.make_jaxpr(program)(1.0).eqns) == 2 + 5 * 2
+    assert counts.equations(jax.make_jaxpr(program)(1.0).eqns) == 2 + 5 * 2
 
 
 @pytest.mark.parametrize("size", [1, 7, 48])

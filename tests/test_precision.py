@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from pergrad import _price
+from pergrad._ir import backend
 from tests import oracle
 from tests.cases import array
 
@@ -219,7 +219,7 @@ def test_what_is_not_finite_in_a_factor(x, d, weight):
 @pytest.mark.parametrize("at_a_time", [2, 3, 4, 9])
 @pytest.mark.parametrize("name", ["positions", "embedding"])
 def test_the_last_examples_of_a_batched_stream_count(name, at_a_time, monkeypatch):
-    monkeypatch.setattr(_price, "backend", lambda: _price.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
     fun, _ = LOSSES[name]
     w, batch = make(name, ratio=1, size=11, dtype=jnp.float64)
     _, _, g = oracle.per_example(fun, (w, batch))

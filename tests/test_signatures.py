@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import pergrad as pg
-from pergrad._choose import STRATEGIES
-from pergrad._request import StrategyName
+from pergrad._call import StrategyName
+from pergrad._plan import STRATEGIES
 
 OPTIONS = {
     "batch_argnums": 1,

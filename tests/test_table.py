@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import pergrad as pg
-from pergrad import _table
-from pergrad._table import Row, ratio, short
+from pergrad._plan import Row, ratio, short, table
 
 STATS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square), "norm": pg.Norm()}
 HEAD = ["parameter", "shape", "term", "strategy", "ops", "x grad", "memory", "why"]
@@ -183,7 +182,7 @@ def test_a_plan_fits_a_terminal_and_says_everything(make):
 
 def test_a_small_table_has_one_line_a_parameter():
     rows = rows_of("['b']", "['w']")
-    text = _table.as_text(rows, ["the total"])
+    text = table.as_text(rows, ["the total"])
     assert text.splitlines() == [
         "parameter  shape  term     strategy  ops  x grad  memory  why",
         "---------  -----  -------  --------  ---  ------  ------  ---",
@@ -215,14 +214,14 @@ LONG = "['parameters_of_the_model']['the_third_block']['attention']['query']"
     ids=["deep", "deeper", "strategies", "terms", "names", "reason", "odd", "many"],
 )
 def test_what_is_long_is_broken_and_not_lost(rows):
-    text = _table.as_text(rows, ["the total"])
+    text = table.as_text(rows, ["the total"])
     assert read(text) == ([cells_of(row) for row in rows], ["the total"])
     assert widest(text) <= 80
 
 
 def test_a_name_that_is_too_long_stays_whole():
     path = f"['{'x' * 100}']"
-    assert path in _table.as_text(rows_of(path, "['w']"), ["the total"])
+    assert path in table.as_text(rows_of(path, "['w']"), ["the total"])
 
 
 class Cells(html.parser.HTMLParser):
@@ -255,6 +254,6 @@ def test_notebooks_show_a_table(make):
 
 def test_html_is_escaped():
     (row,) = rows_of("['<b>&']", reason="made by mul at page.py:1 (<lambda>)")
-    text = _table.as_html([row], ["1 < 2"])
+    text = table.as_html([row], ["1 < 2"])
     assert "<b>" not in text and "<lambda>" not in text and "1 < 2" not in text
     assert Cells(text).rows[1] == cells_of(row)

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from pergrad._combine import combine
 from pergrad._errors import ArgumentError
+from pergrad._ir import accumulation_dtype
 from pergrad._names import VOCABULARY, Stats, asked, source
-from pergrad._statistics import Count, Merging, Statistic, accumulation_dtype, per_of
+from pergrad._statistics import Count, Merging, Statistic, combine, per_of
 from pergrad.optim._base import StatsTransformation, stats_of
 from pergrad.optim._found import of_gradient, required
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
+from pergrad._ir import wide
 from pergrad._names import VOCABULARY, Stats
-from pergrad._statistics import Mean, Statistic, wide
-from pergrad._whole import By, ClippedMean
+from pergrad._statistics import By, ClippedMean, Mean, Statistic
 from pergrad.optim._base import StatsTransformation, stats_of
 from pergrad.optim._found import aligned, is_changed, unless
 

@@ -22,8 +22,9 @@ from jax.core import Tracer
 
 from pergrad._compat import is_computed
 from pergrad._errors import ArgumentError
+from pergrad._ir import wide
 from pergrad._names import VOCABULARY, Stats, missing, source
-from pergrad._statistics import Count, Per, wide
+from pergrad._statistics import Count, Per
 
 Tree = Any
 

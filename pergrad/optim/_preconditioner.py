@@ -34,8 +34,9 @@ from jax.core import Tracer
 
 from pergrad import _moments
 from pergrad._errors import ArgumentError
+from pergrad._ir import accumulation_dtype, wide
 from pergrad._names import asked
-from pergrad._statistics import Per, Statistic, accumulation_dtype, checked_per, wide
+from pergrad._statistics import Per, Statistic, checked_per
 from pergrad.optim._base import StatsTransformation, chain
 from pergrad.optim._found import at, found
 

@@ -1,0 +1,380 @@
+"""Around the four steps: one call.
+
+It checks its arguments, flattens them into parameters and examples, and builds the results from what the
+run returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from pergrad._call.arguments import (
+    check_others,
+    is_number_like,
+    is_one_key,
+    kind,
+    named_leaves,
+    parameters_of,
+    refuse_key_in_batch,
+    roles_of,
+)
+from pergrad._call.request import Request, takes_direction
+from pergrad._compat import aval
+from pergrad._cut import Cut, Wanted, hoist, make_cut, units_per_example
+from pergrad._errors import ArgumentError
+from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
+from pergrad._plan import Phase, Plan, Schedule, describe, make_schedule
+from pergrad._run import Outcome, Results, part_of_all, run, run_last
+from pergrad._statistics import (
+    Accumulator,
+    Count,
+    LeafStatistic,
+    Loss,
+    Reading,
+    Saved,
+    Statistic,
+    Variance,
+    per_of,
+    selects,
+)
+from pergrad._trace import trace
+
+
+class Call:
+    """One call: its arguments, checked and flattened.
+
+    If it is that of one of several `devices`, the batch has the examples of this one, as many as each of
+    the others has, and everything else is the same for all.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        devices: Devices | None = None,
+    ) -> None:
+        self.request, self.args, self.kwargs = request, args, kwargs
+        self.devices = devices or Devices()
+        self.roles = roles_of(request, args, kwargs)
+        self.params, self.params_tree, self.paths = self._flatten_params()
+        self.batch, self.batch_tree = self._flatten_batch()
+        self.keys, self.keys_tree = self._flatten_keys()
+        self.size: int = self.batch[0].shape[0]
+        if not self.devices.axes:  # one of several devices has a part of the batch, checked as a whole
+            check_others(request, self.roles, args, kwargs, self.size)
+        self.whole_size = self.devices.number * self.size
+        self.wanted = [request.wanted(path) for path in self.paths]
+        self._check_statistics()
+
+    def _check_statistics(self) -> None:
+        for statistic in jax.tree.leaves(self.request.stats):
+            if not any(selects(statistic, path) for path in self.paths):
+                raise ArgumentError(
+                    f"{statistic!r}: `where` selects no parameter. Their paths are "
+                    f"{', '.join(self.paths)}."
+                )
+            per = getattr(statistic, "per", None)
+            if isinstance(per, int) and self.size % per:
+                where = " that each device has" if self.devices.axes else ""
+                raise ArgumentError(
+                    f"{statistic!r} needs whole groups of {per} examples, and {self.size} examples"
+                    f"{where} cannot be divided into these. Use another batch size, or another `per`."
+                )
+            if isinstance(statistic, Variance):
+                self._check_variance(statistic, self.whole_size)
+
+    def _flatten_params(self) -> tuple[list[Any], Any, list[str]]:
+        trees = tuple(self.args[n] for n in self.roles.argnums)
+        with_path, tree = jax.tree_util.tree_flatten_with_path(trees)
+        several = len(trees) > 1
+        paths, leaves = [], []
+        for (first, *rest), leaf in with_path:
+            path = jax.tree_util.keystr(tuple(rest))
+            number = self.roles.argnums[first.idx]
+            path = f"args[{number}]{path}" if several or not path else path
+            if not is_number_like(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ArgumentError(
+                    f"the parameter {path} of argument {number} cannot be differentiated: it is "
+                    f"{kind(leaf)}, not a floating-point array. Keep it in an argument that argnums "
+                    f"does not name.{parameters_of(self.args[number], number)}"
+                )
+            paths.append(path)
+            leaves.append(_as_array(leaf))
+        if not leaves:
+            raise ArgumentError(f"argument {self.roles.argnums} has no parameters to differentiate.")
+        return leaves, tree, paths
+
+    def _flatten_batch(self) -> tuple[list[Any], Any]:
+        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.roles.batch_argnums))
+        sizes = {}
+        for path, _, leaf in named_leaves(self.args, self.roles.batch_argnums):
+            refuse_key_in_batch(path, leaf)
+            if not is_number_like(leaf) or jnp.ndim(leaf) == 0:
+                raise ArgumentError(
+                    f"the batch leaf {path} is {kind(leaf)}: it has no example axis. Give it to the "
+                    "loss in an argument that batch_argnums does not name."
+                )
+            sizes[path] = jnp.shape(leaf)[0]
+        if not sizes:
+            raise ArgumentError(f"the batch (argument {self.roles.batch_argnums}) has no arrays.")
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+            raise ArgumentError(
+                "all batch leaves must have the same number of examples in front, but they have "
+                f"{listed}."
+            )
+        if not next(iter(sizes.values())):
+            raise ArgumentError("the batch is empty: its example axis has length 0.")
+        return [_as_array(leaf) for leaf in leaves], tree
+
+    def _flatten_keys(self) -> tuple[list[Any], Any]:
+        leaves, tree = jax.tree.flatten(tuple(self.args[n] for n in self.roles.rng_argnums))
+        for path, _, leaf in named_leaves(self.args, self.roles.rng_argnums):
+            if not is_one_key(leaf):
+                raise ArgumentError(
+                    f"{path}, named by rng_argnums, must be one PRNG key (jax.random.key or "
+                    f"jax.random.PRNGKey); it is {kind(leaf)}."
+                )
+        return leaves, tree
+
+    def checked(
+        self, example_weights: Any, direction: Any
+    ) -> tuple[jax.Array | None, list[jax.Array] | None]:
+        """What is given at the call beside `fun`'s own arguments, as arrays."""
+        weights = self._check_weights(example_weights)
+        return weights, self._check_direction(direction) if takes_direction(self.request.stats) else None
+
+    def run(
+        self, weights: jax.Array | None = None, directions: Sequence[jax.Array] | None = None
+    ) -> Any:
+        """The four steps, and the results; what is given has been `checked`.
+
+        On one of several devices the results of accumulators are its part of them, which add up.
+        """
+        cut, schedule = self._schedule()
+        shares = self._shares(weights)
+        outcome = run(cut, schedule, self.params, self._examples(), shares, directions)
+        outcome = part_of_all(schedule, outcome, self.devices)
+        last, pairs = run_last(cut, schedule, self.params, outcome, self.devices)
+        return self._assemble(cut, schedule, outcome, last, pairs, weights)
+
+    def plan(self) -> Plan:
+        """What `run` would do."""
+        cut, schedule = self._schedule()
+        return describe(schedule, cut, self.devices.number)
+
+    def _schedule(self) -> tuple[Cut, Schedule]:
+        """Steps 1 to 3."""
+        example = [_one_of(x) for x in self.batch]
+        request = self.request
+        program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
+        in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
+        split = any(per_of(s) == "token" or isinstance(s, Saved) for own in self.wanted for s in own)
+
+        def scheduled(microbatch_size: int | str | None) -> tuple[Cut, Schedule]:
+            wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, self.size))
+            cut = make_cut(hoist(program, wanted), wanted)
+            return cut, make_schedule(
+                cut, self.paths, self.wanted, self.size, microbatch_size, request.forced
+            )
+
+        cut, schedule = scheduled(request.microbatch_size)
+        if request.microbatch_size == "auto" and schedule.microbatch_size == 1:
+            return scheduled(1)
+        return cut, schedule
+
+    def _check_direction(self, direction: Any) -> list[jax.Array]:
+        """The direction as one array for each parameter."""
+        if direction is None:
+            raise ArgumentError(
+                "Dot needs a direction, a tree like the parameters: stats_fn(..., direction=v)."
+            )
+        one = isinstance(self.request.argnums, int)
+        if not one and not isinstance(direction, (tuple, list)):
+            raise ArgumentError(
+                "the direction must be a tuple of trees, one for each of "
+                f"argnums={self.request.argnums}."
+            )
+        leaves, tree = jax.tree.flatten((direction,) if one else tuple(direction))
+        if tree != self.params_tree:
+            raise ArgumentError(
+                f"the direction must be a tree like the parameters, {self.params_tree}; it is {tree}."
+            )
+        for path, leaf, param in zip(self.paths, leaves, self.params, strict=True):
+            if not is_number_like(leaf) or jnp.shape(leaf) != jnp.shape(param):
+                what = kind(_as_array(leaf) if is_number_like(leaf) else leaf)
+                raise ArgumentError(
+                    f"the direction's {path} must have the parameter's shape {jnp.shape(param)}; it is "
+                    f"{what}."
+                )
+        dtypes = [accumulation_dtype(param.dtype) for param in self.params]
+        return [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+
+    def _check_weights(self, weights: Any) -> jax.Array | None:
+        """The example weights as an array, or None if there are none."""
+        if weights is None:
+            return None
+        weights = jnp.asarray(weights)
+        if weights.shape != (self.size,):
+            raise ArgumentError(
+                f"example_weights must have the shape ({self.size},), one weight for each example, not "
+                f"{weights.shape}."
+            )
+        weights = weights.astype(jnp.result_type(float))
+        if _is_concrete(weights):
+            values = np.asarray(weights)
+            if not np.all(np.isfinite(values) & (values >= 0)):
+                raise ArgumentError("example_weights must be finite and at least 0.")
+            if not values.sum() > 0:
+                raise ArgumentError("example_weights are all 0: there is no example to speak of.")
+            for statistic in jax.tree.leaves(self.request.stats):
+                if isinstance(statistic, Variance):
+                    self._check_variance(statistic, float(values.sum()))
+        return weights
+
+    def _count(self, weights: jax.Array | None) -> jax.Array:
+        """The number of examples, counted with their weights."""
+        if weights is None:
+            return jnp.asarray(self.whole_size, jnp.result_type(float))
+        return self.devices.add(jnp.sum(weights))
+
+    def _shares(self, weights: jax.Array | None) -> Weights:
+        """Each example's share of the batch."""
+        return 1 / self.whole_size if weights is None else weights / self._count(weights)
+
+    def _check_variance(self, variance: Variance, count: float) -> None:
+        group = variance.per if isinstance(variance.per, int) else 1
+        if variance.per != "token" and count <= group:
+            what = "example" if group == 1 else f"group of {group} examples"
+            raise ArgumentError(
+                f"{variance!r} needs more than one {what}, and this batch counts {count:g}. Use a "
+                "larger batch, or leave it out."
+            )
+
+    def _examples(self) -> list[jax.Array]:
+        """The leaves that differ from example to example, [B, ...]: the batch and the keys."""
+        keys = [jax.random.split(key, self.whole_size) for key in self.keys]
+        if self.devices.axes:
+            start = self.devices.first(self.size)
+            keys = [lax.dynamic_slice_in_dim(own, start, self.size) for own in keys]
+        return [*self.batch, *keys]
+
+    def arguments(
+        self, params: Sequence[Any], batch: Sequence[Any], keys: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The user's arguments, with the leaves of three roles replaced by these."""
+        args = list(self.args)
+        for numbers, tree, leaves in (
+            (self.roles.argnums, self.params_tree, params),
+            (self.roles.batch_argnums, self.batch_tree, batch),
+            (self.roles.rng_argnums, self.keys_tree, keys),
+        ):
+            for number, arg in zip(numbers, jax.tree.unflatten(tree, leaves), strict=True):
+                args[number] = arg
+        return args
+
+    def _one_example(self, params: Sequence[Any], example: Sequence[Any]) -> Any:
+        batch, keys = example[: len(self.batch)], example[len(self.batch) :]
+        if self.request.keep_batch_dim:
+            batch = [x[None] for x in batch]
+        out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
+        if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {kind(out)}.")
+        value = out[0] if self.request.has_aux else out
+        self._check_value(value)
+        value = jnp.asarray(value)  # A Python number is a constant loss.
+        return (value, out[1]) if self.request.has_aux else value
+
+    def _check_value(self, value: Any) -> None:
+        if not is_number_like(value):
+            if isinstance(value, tuple) and len(value) == 2:
+                raise ArgumentError("the loss returned a pair. If its second is aux, say has_aux=True.")
+            raise ArgumentError(f"the loss must return a scalar, not {kind(value)}.")
+        if jnp.shape(value) != ():
+            example = "a batch of one" if self.request.keep_batch_dim else "one example"
+            raise ArgumentError(
+                f"the loss must return a scalar, but for {example} it returned an array of the shape "
+                f"{jnp.shape(value)}. Take its mean."
+            )
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            hint = f" Return {float(value)}." if isinstance(value, int) else ""
+            raise ArgumentError(f"the loss must be a real number; it is {kind(value)}.{hint}")
+
+    def _assemble(
+        self,
+        cut: Cut,
+        schedule: Schedule,
+        outcome: Outcome,
+        last: Results,
+        pairs: Mapping[int, Any],
+        w: jax.Array | None,
+    ) -> Any:
+        """The results of `value_and_stats`, from what the run returned."""
+        count = self._count(w)
+        leaves = {
+            (t.tail.params[k], statistic): (t.tail, result)
+            for t, *both in zip(schedule.tails, outcome.results, last, strict=True)
+            for jobs, results in zip((t.running(), t.jobs(Phase.LAST)), both, strict=True)
+            for (k, statistic), result in zip(jobs, results, strict=True)
+        }
+
+        def of_leaf(statistic: LeafStatistic, param: int) -> Any:
+            if isinstance(statistic, Saved):
+                return pairs[param]
+            tail, result = leaves[param, statistic]
+            if isinstance(statistic, Reading):  # of a tail in loops: the sum over their steps
+                return jnp.sum(result, axis=range(1, 1 + len(tail.levels))) if tail.levels else result
+            if not isinstance(statistic, Accumulator):
+                return result
+            place = tail.params.index(param)
+            of_each = units_per_example(tail, place, per_of(statistic))
+            units = count if of_each == 1 else count * of_each
+            like = aval(cut.program.grads[param])
+            if self.devices.axes:  # parts are rounded when they have been added up
+                like = jax.ShapeDtypeStruct(like.shape, accumulation_dtype(like.dtype))
+            result = statistic.finish(result, units, like)
+            return tail.outward(param, result) if tail.levels else result
+
+        def result(statistic: Statistic) -> Any:
+            if isinstance(statistic, Loss):
+                return outcome.losses
+            if isinstance(statistic, Count):
+                return count
+            own = enumerate(statistic.leaves(path) for path in self.paths)
+            leaves = [of_leaf(leaves[-1], i) if leaves else None for i, leaves in own]
+            return statistic.of_leaves(leaves, self.like_params)
+
+        dtype = outcome.losses.dtype
+        losses = outcome.losses.astype(accumulation_dtype(dtype))
+        value = self.devices.add(weighted_sum(losses, self._shares(w))).astype(dtype)
+        if self.request.has_aux:
+            value = value, jax.tree.unflatten(cut.program.aux_tree, outcome.aux)
+        return value, jax.tree.map(result, self.request.stats)
+
+    def like_params(self, leaves: Sequence[Any]) -> Any:
+        """A tree like the parameters, or several, with these leaves."""
+        trees = jax.tree.unflatten(self.params_tree, leaves)
+        return trees[0] if isinstance(self.request.argnums, int) else trees
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
+
+
+def _one_of(batch: Any) -> jax.ShapeDtypeStruct:
+    """The shape of one example. A weak type says that its precision is that of what it meets."""
+    weak = getattr(batch, "weak_type", False)
+    return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype, weak_type=weak)
+
+
+def _is_concrete(x: jax.Array) -> bool:
+    """Whether the numbers can be looked at: not under `jit`, nor if other processes have some."""
+    return not isinstance(x, Tracer) and x.is_fully_addressable

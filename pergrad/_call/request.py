@@ -1,0 +1,125 @@
+"""What was asked for: the arguments of `value_and_stats`, checked once, when they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from pergrad._errors import ArgumentError
+from pergrad._plan import STRATEGIES, Forced
+from pergrad._statistics import Dot, LeafStatistic, Statistic
+from pergrad._strategies import Streamed
+
+ArgNums = int | Sequence[int]
+
+
+MicrobatchSize = int | Literal["auto"] | None
+
+
+# The names, for editors to offer; a string besides them is `"streamed:8"`, with any number.
+StrategyName = (
+    Literal["auto", "summed", "factored", "centred", "gram", "streamed", "sparse", "materialise"] | str
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of `value_and_stats`, which documents them."""
+
+    fun: Callable[..., Any]
+    stats: Any
+    argnums: ArgNums = 0
+    _: dataclasses.KW_ONLY
+    batch_argnums: ArgNums = 1
+    has_aux: bool = False
+    keep_batch_dim: bool = True
+    rng_argnums: ArgNums = ()
+    shared_argnums: ArgNums = ()
+    microbatch_size: MicrobatchSize = None
+    spmd_axis_name: str | Sequence[str] | None = None
+    strategy: StrategyName = "auto"
+
+    def __post_init__(self) -> None:
+        if not callable(self.fun):
+            raise ArgumentError(f"fun must be a function, not {self.fun!r}.")
+        for name in ("argnums", "batch_argnums", "rng_argnums", "shared_argnums"):
+            if not all(_is_int(n) for n in as_tuple(getattr(self, name))):
+                raise ArgumentError(
+                    f"{name} must be an int or a tuple of ints, not {getattr(self, name)!r}."
+                )
+        if not as_tuple(self.argnums):
+            raise ArgumentError("argnums is empty: there is nothing to differentiate.")
+        if not as_tuple(self.batch_argnums):
+            raise ArgumentError("batch_argnums is empty: some argument must hold the examples.")
+        self._check_statistics()
+        size = self.microbatch_size
+        if size is not None and size != "auto" and not (_is_int(size) and int(size) >= 1):
+            raise ArgumentError(
+                f"microbatch_size must be None, 'auto' or a number of at least 1, not {size!r}."
+            )
+        if self.spmd_axis_name is not None:
+            if not self.axes or not all(isinstance(name, str) for name in self.axes):
+                raise ArgumentError(
+                    "spmd_axis_name must be None, the name of a mesh axis or several names, not "
+                    f"{self.spmd_axis_name!r}."
+                )
+            if len(set(self.axes)) < len(self.axes):
+                raise ArgumentError(f"spmd_axis_name={self.spmd_axis_name!r} names an axis twice.")
+        _as_forced(self.strategy)
+
+    @property
+    def forced(self) -> Forced:
+        """What the strategy's name means."""
+        return _as_forced(self.strategy)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the batch is sharded."""
+        return () if self.spmd_axis_name is None else as_tuple(self.spmd_axis_name)
+
+    def _check_statistics(self) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(self.stats)
+        if not leaves:
+            raise ArgumentError("stats is empty: ask for something, for example {'mean': pg.Mean()}.")
+        for path, leaf in leaves:
+            if not isinstance(leaf, Statistic):
+                where = f"stats{jax.tree_util.keystr(path)}"
+                is_class = isinstance(leaf, type) and issubclass(leaf, Statistic)
+                hint = f" Write pg.{leaf.__name__}(), with parentheses." if is_class else ""
+                raise ArgumentError(
+                    f"{where} must be a statistic such as pg.Mean(), not {leaf!r}.{hint}"
+                )
+
+    def wanted(self, path: str) -> list[LeafStatistic]:
+        """What has to be computed for the parameter at `path`, each once."""
+        return list(dict.fromkeys(leaf for s in jax.tree.leaves(self.stats) for leaf in s.leaves(path)))
+
+
+def takes_direction(stats: Any) -> bool:
+    """Whether these statistics need a direction at the call."""
+    return any(isinstance(s, Dot) for s in jax.tree.leaves(stats))
+
+
+def _as_forced(strategy: str) -> Forced:
+    names = ["auto", *(s.name for s in STRATEGIES)]
+    name, colon, number = str(strategy).partition(":")
+    if name in names and not colon:
+        return Forced(name)
+    if name == Streamed.name and number.isdecimal() and int(number) >= 1:
+        return Forced(name, int(number))
+    raise ArgumentError(
+        f"strategy must be one of {', '.join(names)}, or 'streamed:4' for four examples at a time; not "
+        f"{strategy!r}."
+    )
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def as_tuple(numbers: Any) -> tuple[Any, ...]:
+    return tuple(numbers) if isinstance(numbers, (tuple, list)) else (numbers,)

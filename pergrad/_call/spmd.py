@@ -1,0 +1,241 @@
+"""One call on many devices: every device works on its own examples, and finished statistics travel.
+
+The whole call runs under `jax.shard_map`, manual over the axes that share the batch: trace, cut, plan
+and run know the local examples alone. What leaves a device of a statistic of all examples together is
+its part of it (`Accumulator.part_of_all`). The parts are added up outside, where XLA may choose how: a
+device that keeps a shard of the sum need not have all of it. What has an example axis stays where its
+examples are.
+
+The other axes of the mesh stay automatic: XLA goes on to divide what it can along them, as parameters
+that are sharded over them say. Parameters that are sharded over the axes of the batch are gathered as
+the call begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pergrad import _compat
+from pergrad._call.arguments import roles_of
+from pergrad._call.call import Call
+from pergrad._call.mesh import devices_of, explicit_axes, find_mesh
+from pergrad._call.request import Request
+from pergrad._ir import Devices
+from pergrad._plan import Plan
+from pergrad._statistics import Accumulator, Count, Fold, Individual, Statistic
+
+
+def run(
+    request: Request,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    example_weights: Any = None,
+    direction: Any = None,
+) -> Any:
+    """The results of one call, on the devices that the request names."""
+    call = Call(request, args, kwargs)
+    weights, directions = call.checked(example_weights, direction)
+    with _compat.newer_jax_explained():
+        return (_Spread(call) if request.axes else call).run(weights, directions)
+
+
+def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    """The plan of one call; on several devices it is that of each.
+
+    Any argument may be a `jax.ShapeDtypeStruct`, or have leaves that are. The program takes parameters
+    and examples as inputs, of which it needs the shapes alone, and all else as constants. So what else
+    is a shape becomes a tracer, which is a constant like those under `jit`.
+    """
+    roles = roles_of(request, args, kwargs)
+    others = {n: x for n, x in enumerate(args) if n not in (*roles.argnums, *roles.batch_argnums)}
+    leaves, tree = jax.tree.flatten((others, dict(kwargs)))
+    is_shape = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    plans = []
+
+    def with_constants(constants: Sequence[Any]) -> None:
+        given = iter(constants)
+        pairs = zip(leaves, is_shape, strict=True)
+        others, kwargs = tree.unflatten([next(given) if s else x for x, s in pairs])
+        call = Call(request, [others.get(n, x) for n, x in enumerate(args)], kwargs)
+        plans.append((_Spread(call).local_call() if request.axes else call).plan())
+
+    with _compat.newer_jax_explained():
+        jax.eval_shape(with_constants, [x for x, s in zip(leaves, is_shape, strict=True) if s])
+    return plans[0]
+
+
+def with_automatic_axes(request: Request, fun: Callable[..., Any], *args: Any) -> Any:
+    """Calls `fun` where no axis of the mesh is explicit. Its results are on every device."""
+    mesh = find_mesh(request.axes, jax.tree.leaves(args)) if request.axes else None
+    explicit = explicit_axes(mesh) if mesh else ()
+    if mesh is None or not explicit:
+        return fun(*args)
+    everywhere = NamedSharding(mesh, P())
+    return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=everywhere)(*args)
+
+
+class _Spread:
+    """A call of the whole batch, spread over devices."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.axes = call, call.request.axes
+        self.leaves, self.tree = jax.tree.flatten((tuple(call.args), dict(call.kwargs)))
+        self.mesh = find_mesh(self.axes, self.leaves)
+        self.devices = devices_of(self.mesh, self.axes, call.size)
+        self.explicit = explicit_axes(self.mesh)
+
+    def local_call(self) -> Call:
+        """The call of one device, with shapes in the place of arrays."""
+        call, size = self.call, self.call.size // self.devices.number
+        batch = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in call.batch]
+        params = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.params]
+        return Call(call.request, call.arguments(params, batch, call.keys), call.kwargs, self.devices)
+
+    def run(self, weights: jax.Array | None, directions: Sequence[jax.Array] | None) -> Any:
+        request = self.call.request
+        is_given = [isinstance(x, (jax.Array, np.ndarray)) for x in self.leaves]
+
+        def given(leaves: Sequence[Any]) -> list[Any]:
+            return [x for x, is_array in zip(leaves, is_given, strict=True) if is_array]
+
+        def call_with(arrays: Sequence[Any], devices: Devices) -> Call:
+            own = iter(arrays)
+            pairs = zip(self.leaves, is_given, strict=True)
+            args, kwargs = self.tree.unflatten([next(own) if a else x for x, a in pairs])
+            return Call(request, args, kwargs, devices)
+
+        def on_each(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
+            value, results = call_with(arrays, self.devices).run(weights, directions)
+            return value, jax.tree.map(functools.partial(_as_part, self.devices), request.stats, results)
+
+        def on_all(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
+            mapped = jax.shard_map(
+                on_each,
+                mesh=None if self.explicit else self.mesh,
+                in_specs=(given(self._specs_of_leaves()), P(self.axes), P()),
+                out_specs=self._out_specs(),
+                axis_names=set(self.axes),
+                check_vma=False,
+            )
+            value, results = mapped(arrays, weights, directions)
+            return value, self._added_up(call_with(arrays, Devices()), results)
+
+        everywhere: Callable[..., Any] = jax.jit(on_all)
+        if self.explicit:
+            out_sharding = self._out_sharding()
+            everywhere = jax.sharding.auto_axes(
+                everywhere, axes=self.explicit, out_sharding=out_sharding
+            )
+        return everywhere(given(self.leaves), weights, directions)
+
+    def _specs_of_leaves(self) -> list[P]:
+        """For each leaf of the arguments, whether it is divided among the devices."""
+        args = [
+            jax.tree.map(lambda _, n=n: P(self.axes) if n in self.call.roles.batch_argnums else P(), arg)
+            for n, arg in enumerate(self.call.args)
+        ]
+        kwargs = jax.tree.map(lambda _: P(), self.call.kwargs)
+        return jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, P))
+
+    def _out_specs(self) -> Any:
+        """Of what leaves each device: all but numbers has an axis in front, of examples or of parts."""
+        many, request = P(self.axes), self.call.request
+        stats = jax.tree.map(lambda s: P() if isinstance(s, Count) else many, request.stats)
+        return (P(), many) if request.has_aux else P(), stats
+
+    def _added_up(self, call: Call, results: Any) -> Any:
+        """The results, from the parts of all devices. What is like a parameter is sharded like it.
+
+        Under `jit` an automatic sharding is not known yet, so XLA is told that it is the same.
+        """
+
+        def of(statistic: Statistic, result: Any) -> Any:
+            if not isinstance(statistic, Accumulator):
+                return result
+            params, tree = jax.tree.flatten(call.like_params(call.params))
+            results = tree.flatten_up_to(result)
+            return tree.unflatten(
+                [
+                    jax.tree.map(functools.partial(whole, x), _shapes(statistic, x), parts)
+                    for x, parts in zip(params, results, strict=True)
+                ]
+            )
+
+        def whole(param: jax.Array, like: Any, parts: jax.Array) -> jax.Array:
+            x = jnp.sum(parts, axis=0).astype(like.dtype)
+            if self.explicit or x.shape != param.shape:
+                return x
+            return _sharded_like(lax.stop_gradient(param), x)
+
+        return jax.tree.map(of, call.request.stats, results)
+
+    def _out_sharding(self) -> Any:
+        """With explicit axes, how the results are sharded."""
+        call, everywhere, per_example = self.call, self._explicit(P()), self._explicit(P(self.axes))
+        specs = [jax.typeof(x).sharding.spec for x in call.params]
+
+        def of(statistic: Statistic) -> Any:
+            if isinstance(statistic, Accumulator):
+                pairs = zip(call.params, specs, strict=True)
+                return call.like_params([like(statistic, *pair) for pair in pairs])
+            if isinstance(statistic, Individual):
+                own = [P(self.axes, *_without(spec, self.axes)) for spec in specs]
+                return call.like_params([self._explicit(spec) for spec in own])
+            return everywhere if isinstance(statistic, Count) else per_example
+
+        def like(statistic: Accumulator, param: Any, spec: P) -> Any:
+            own, shapes = self._explicit(spec), _shapes(statistic, param)
+            return jax.tree.map(lambda x: own if x.shape == param.shape else everywhere, shapes)
+
+        value = (everywhere, per_example) if call.request.has_aux else everywhere
+        return value, jax.tree.map(of, call.request.stats)
+
+    def _explicit(self, spec: P) -> NamedSharding:
+        """The spec, as far as it speaks of explicit axes."""
+        others = [n for n in self.mesh.axis_names if n not in self.explicit]
+        return NamedSharding(self.mesh, P(*_without(spec, others)))
+
+
+def _as_part(devices: Devices, statistic: Statistic, result: Any) -> Any:
+    """What a device has of a result, with an axis of devices in front if it is a part of a sum."""
+    if not isinstance(statistic, Accumulator):
+        return result
+    if isinstance(statistic, Fold):
+        result = devices.only_first(result)
+    return jax.tree.map(lambda x: x[None], result)
+
+
+def _sharded_like(param: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, for which XLA chooses the sharding of `param`, an array of the same shape.
+
+    XLA gives both operands of a selection and its result one sharding. Here `x` is always selected. XLA
+    must not know that before it has chosen the shardings, which the barrier ensures. What is left in the
+    compiled program is one more operand of the loop that makes `x`.
+    """
+    never = lax.optimization_barrier(jnp.zeros((), bool))
+    return lax.select(jnp.broadcast_to(never, x.shape), param.astype(x.dtype), x)
+
+
+def _shapes(statistic: Accumulator, param: Any) -> Any:
+    """Shapes and dtypes of the statistic's result for a parameter."""
+    like, count = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (param, jnp.zeros(())))
+    return jax.eval_shape(lambda n: statistic.finish(statistic.init(like), n, like), count)
+
+
+def _without(spec: Any, axes: Sequence[str]) -> list[Any]:
+    """A spec without these axes."""
+    kept = [[n for n in _names(entry) if n not in axes] for entry in spec]
+    return [tuple(names) or None for names in kept]
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

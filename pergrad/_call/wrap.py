@@ -1,0 +1,123 @@
+"""The functions that users get back: named and signed like the loss, with a docstring of their own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from pergrad._call.request import Request, takes_direction
+
+_WEIGHTS = "one weight for each example, at least 0, read as a count. None: each counts once."
+
+
+_DIRECTION = "a tree like the parameters, with which `Dot` takes inner products."
+
+
+def keywords_of(stats: Any) -> dict[str, str]:
+    """What a function for these statistics takes besides the loss's arguments, and what each means."""
+    return {"example_weights": _WEIGHTS, **({"direction": _DIRECTION} if takes_direction(stats) else {})}
+
+
+def returning_stats(
+    request: Request, *, with_value: bool = True, show_signature: bool = True
+) -> Callable[[Any], Any]:
+    """Decorates the function that returns statistics."""
+    aux = request.has_aux
+    if with_value:
+        summary = "The value of the loss and statistics of its per-example gradients."
+        lines = ["((value, aux), stats)" if aux else "(value, stats)"]
+        lines.append("  value: the mean of the examples' losses, counted with their weights.")
+    else:
+        summary = "Statistics of the per-example gradients of the loss."
+        lines = ["(stats, aux)" if aux else "stats"]
+    if aux:
+        lines.append("  aux: what the loss returns beside its value, with an example axis in front.")
+    lines.append(f"  stats: the results of {request.stats!r}, in the same tree.")
+    return _made_of(request.fun, summary, keywords_of(request.stats), "\n".join(lines), show_signature)
+
+
+def returning_plan(request: Request, *, show_signature: bool = True) -> Callable[[Any], Any]:
+    """Decorates the function that returns a plan."""
+    summary = "The plan for the statistics of the per-example gradients of the loss. Nothing is run."
+    returns = "a `pergrad.Plan`. Print it."
+    return _made_of(request.fun, summary, keywords_of(request.stats), returns, show_signature)
+
+
+def returning_nothing(request: Request, *, show_signature: bool = True) -> Callable[[Any], Any]:
+    """Decorates the function that checks a loss."""
+    summary = "Checks that the loss is a mean over examples that do not influence each other."
+    returns = "None, or raises `pergrad.NotPerExampleError` if it is not."
+    return _made_of(request.fun, summary, {}, returns, show_signature)
+
+
+def _made_of(
+    fun: Callable[..., Any],
+    summary: str,
+    keywords: Mapping[str, str],
+    returns: str,
+    show_signature: bool,
+) -> Callable[[Any], Any]:
+    """Decorates a function that takes the arguments of `fun`, and `keywords` with their meanings.
+
+    The loss `fun` may be any callable. Partial applications and callable objects have no name and no
+    docstring of their own: the function in them, or their class, has. Without `show_signature` the
+    function keeps the signature that it was written with.
+    """
+    inner = _innermost(fun)
+    name = getattr(inner, "__name__", type(inner).__name__)
+    parameters = _parameters(fun)
+    parts = [summary, _takes(name, parameters, keywords), f"Returns {returns}"]
+    own_doc = (inner if inspect.isroutine(inner) else type(inner).__call__).__doc__
+    if own_doc:
+        own_doc = textwrap.indent(inspect.cleandoc(own_doc), "  ")
+        parts.append(f"The docstring of `{name}`:\n\n{own_doc}")
+    signature = _signature(parameters, keywords) if show_signature else None
+
+    def decorate(function: Any) -> Any:
+        function.__signature__ = signature or inspect.signature(function)
+        function.__name__ = name
+        function.__qualname__ = getattr(inner, "__qualname__", name)
+        function.__module__ = getattr(inner, "__module__", function.__module__)
+        function.__doc__ = "\n\n".join(parts)
+        function.__wrapped__ = fun
+        return function
+
+    return decorate
+
+
+def _innermost(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """What decorators and partial applications were put around."""
+    while isinstance(inner := inspect.unwrap(fun), functools.partial):
+        fun = inner.func
+    return inner
+
+
+def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a callable, or None if it does not tell them."""
+    try:
+        return list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _signature(
+    parameters: list[inspect.Parameter] | None, keywords: Collection[str]
+) -> inspect.Signature | None:
+    """The loss's parameters and then the keywords; None if they are not known or if names meet."""
+    if parameters is None or any(p.name in keywords for p in parameters):
+        return None
+    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in keywords]
+    others = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return inspect.Signature([*others, *own, *parameters[len(others) :]])
+
+
+def _takes(name: str, parameters: list[inspect.Parameter] | None, keywords: Mapping[str, str]) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    names = ", ".join(stars.get(p.kind, "") + p.name for p in parameters or ())
+    head = f"Takes the arguments of `{name}`{f' ({names})' if names else ''}"
+    if not keywords:
+        return f"{head}."
+    return "\n".join([f"{head} and by keyword:", *(f"  {k}: {what}" for k, what in keywords.items())])

@@ -1,0 +1,29 @@
+"""TODO _cut."""
+
+from pergrad._cut.cut import Cut as Cut
+from pergrad._cut.cut import CutLoop as CutLoop
+from pergrad._cut.cut import Part as Part
+from pergrad._cut.cut import make_cut as make_cut
+from pergrad._cut.examples import Examples as Examples
+from pergrad._cut.factor_pairs import FactorPair as FactorPair
+from pergrad._cut.factor_pairs import depends_on_cotangent as depends_on_cotangent
+from pergrad._cut.factor_pairs import factor_pair as factor_pair
+from pergrad._cut.find import Wanted as Wanted
+from pergrad._cut.hoist.hoist import hoist as hoist
+from pergrad._cut.steps import STEPS as STEPS
+from pergrad._cut.steps import adds as adds
+from pergrad._cut.steps import is_zero as is_zero
+from pergrad._cut.tail import Tail as Tail
+from pergrad._cut.terms import TERMS as TERMS
+from pergrad._cut.terms.convolution import Convolution as Convolution
+from pergrad._cut.terms.product import Product as Product
+from pergrad._cut.terms.ragged import Ragged as Ragged
+from pergrad._cut.terms.scatter import Lookup as Lookup
+from pergrad._cut.terms.scatter import Rows as Rows
+from pergrad._cut.terms.total import Total as Total
+from pergrad._cut.units import Units as Units
+from pergrad._cut.units import units_of as units_of
+from pergrad._cut.units import units_per_example as units_per_example
+from pergrad._cut.ways import Way as Way
+from pergrad._cut.ways import of_nothing as of_nothing
+from pergrad._cut.ways import ways_to as ways_to

@@ -1,0 +1,208 @@
+"""The saved inputs and residuals of a layer, laid out like its parameter.
+
+A gradient that is a sum of products, moved and times a number c, is
+
+    g = c sum_n x_n d_n^T,
+
+with x_n from the forward pass and d_n from the backward pass: the one that depends on the cotangent of
+the loss is the residual. The steps after the product say where an axis of x or d comes to lie in the
+parameter. It may be cut on the way (into heads) and put together again, so every axis is followed as a
+list of pieces, which a reshape deals out anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import jax
+from jax.extend.core import primitives as p
+
+from pergrad._compat import JaxprEqn, Var, aval
+from pergrad._cut.examples import Examples
+from pergrad._cut.tail import Tail
+from pergrad._cut.terms import Convolution, Product
+from pergrad._cut.units import contributions, units_of
+from pergrad._ir import ONE_TO_ONE, Loop, is_in, programs, read
+from pergrad._trace import Program
+
+AxisName = str | int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactorPair:
+    """What the gradients of one parameter are made of.
+
+    `inputs` were saved by the forward pass and `residuals` were computed by the backward pass. Both are
+    [B, positions, ...]. An example's gradient is the sum over positions of their outer products.
+    `input_axes` and `residual_axes` name the axes: "example", "position", and for every other axis the
+    number of the parameter's axis that it stands for. If the same axis of the parameter is in both, such
+    as the axis of experts, there is one outer product for each index of that axis.
+    """
+
+    inputs: jax.Array
+    residuals: jax.Array
+    input_axes: tuple[AxisName, ...] = dataclasses.field(metadata={"static": True})
+    residual_axes: tuple[AxisName, ...] = dataclasses.field(metadata={"static": True})
+
+
+def factor_pair(tail: Tail, late: Collection[Var], examples: Examples) -> FactorPair | None:
+    """The pair of a tail for these examples; None if its gradient is no sum of products.
+
+    `late` are the variables that depend on the cotangent of the loss.
+    """
+    size = examples.size
+    if len(tail.grads) != 1 or len(tail.terms) != 1:
+        return None
+    if not isinstance(tail.terms[0], (Product, Convolution)):
+        return None
+    is_late = [is_in(v, late) for v in tail.terms[0].eqn.invars]
+    if sorted(is_late) != [False, True]:
+        return None
+    (units,) = units_of(tail, "token")
+    unit = units.tail
+    if unit.why_not_similar() or not isinstance(product := unit.terms[0], Product):
+        return None
+
+    (x_batch, d_batch) = product.eqn.params["dimension_numbers"][1]
+    x_axes, d_axes = ([_Piece(n) for n in aval(v).shape] for v in product.eqn.invars)
+    for i, j in zip(x_batch, d_batch, strict=True):
+        d_axes[j] = x_axes[i]
+    free = [a for i, a in enumerate(x_axes) if i not in x_batch]
+    free += [a for j, a in enumerate(d_axes) if j not in d_batch]
+    axes = _follow(unit, [[piece] for piece in [*(x_axes[i] for i in x_batch), *free]])
+    if axes is None:
+        return None
+    leaves = [[leaf for piece in axis for leaf in piece.leaves()] for axis in axes]
+
+    own = units.of(examples)
+    env = unit.env(own.factors, own.constants)
+    x, d = (read(env, v) for v in product.eqn.invars)
+    d = d * (unit.similarity(env, d.dtype) / contributions(tail, 0))
+    x = _lay_out(x, x_axes, leaves, is_late[0], size)
+    d = _lay_out(d, d_axes, leaves, is_late[1], size)
+    if x is None or d is None:
+        return None
+    (inputs, input_axes), (residuals, residual_axes) = (x, d) if is_late[1] else (d, x)
+    return FactorPair(inputs, residuals, input_axes, residual_axes)
+
+
+class _Piece:
+    """A piece of an axis, which may be cut into smaller ones."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.parts: list[_Piece] = []
+
+    def cut(self, first: int) -> list[_Piece]:
+        self.parts = [_Piece(first), _Piece(self.size // first)]
+        return self.parts
+
+    def leaves(self) -> Iterator[_Piece]:
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.leaves()
+
+
+Axes = list[list[_Piece]]
+
+
+def _follow(tail: Tail, axes: Axes) -> Axes | None:
+    """The axes after the steps of a tail, or None if a step does something else to them."""
+    for step in tail.steps:
+        shape = aval(step.outvars[0]).shape
+        match step.primitive:
+            case p.transpose_p:
+                axes = [axes[i] for i in step.params["permutation"]]
+            case p.reshape_p | p.squeeze_p | p.broadcast_in_dim_p:
+                dealt = _deal([piece for axis in axes for piece in axis], shape)
+                if dealt is None:
+                    return None
+                axes = dealt
+            case p.rev_p:
+                return None
+            case _ if shape != aval(tail.operand(step)).shape:
+                return None
+    return axes
+
+
+def _deal(pieces: list[_Piece], shape: Sequence[int]) -> Axes | None:
+    """Deals pieces out to axes of these sizes, in order."""
+    ahead = [leaf for piece in pieces for leaf in piece.leaves()]
+    axes: Axes = []
+    for size in shape:
+        if size == 1:
+            axes.append([ahead.pop(0)] if ahead and ahead[0].size == 1 else [])
+            continue
+        axis: list[_Piece] = []
+        while (missing := size // math.prod(piece.size for piece in axis)) > 1:
+            piece = ahead.pop(0)
+            if piece.size == 1:
+                continue
+            if piece.size > missing and piece.size % missing == 0:
+                piece, rest = piece.cut(missing)
+                ahead.insert(0, rest)
+            elif missing % piece.size:
+                return None
+            axis.append(piece)
+        axes.append(axis)
+    return axes
+
+
+def _lay_out(
+    x: jax.Array, own: Sequence[_Piece], axes: Axes, takes_others: bool, size: int
+) -> tuple[jax.Array, tuple[AxisName, ...]] | None:
+    """A factor [B N, ...] with pieces `own`, as [B, N, ...] with the axes of the parameter that it has.
+
+    `takes_others` says whether it has those of length 1 that come from nowhere.
+    """
+    ids = {id(leaf) for piece in own for leaf in piece.leaves()}
+    has = [[id(leaf) in ids for leaf in axis] or [takes_others] for axis in axes]
+    if any(any(axis) and not all(axis) for axis in has):
+        return None
+    numbers = [n for n, axis in enumerate(has) if all(axis)]
+    order = [id(leaf) for n in numbers for leaf in axes[n]]
+    pieces = [leaf for piece in own for leaf in piece.leaves() if id(leaf) in order or leaf.size > 1]
+    if len(pieces) != len(order):
+        return None
+    places = {id(piece): 2 + i for i, piece in enumerate(pieces)}
+    positions = x.shape[0] // size
+    x = x.reshape(size, positions, *(piece.size for piece in pieces))
+    x = x.transpose(0, 1, *(places[leaf] for leaf in order))
+    x = x.reshape(size, positions, *(math.prod(leaf.size for leaf in axes[n]) for n in numbers))
+    return x, ("example", "position", *numbers)
+
+
+# Their programs are given the last of the operands, and make the results.
+OPEN = (p.cond_p, p.custom_jvp_call_p)
+
+
+def depends_on_cotangent(program: Program) -> set[Var]:
+    """The variables of the backward pass."""
+    return _reached(program.jaxpr.eqns, {program.cotangent})
+
+
+def _reached(eqns: Iterable[JaxprEqn], given: Collection[Var]) -> set[Var]:
+    """What depends on `given`; the results of a loop, a conditional or a call are told apart."""
+    reached = set(given)
+    for eqn in eqns:
+        varies = [is_in(v, reached) for v in eqn.invars]
+        if eqn.primitive in ONE_TO_ONE:
+            reached |= set(itertools.compress(eqn.outvars, varies))
+        elif (loop := Loop.of(eqn)) is not None:
+            inside = _reached(loop.step.jaxpr.eqns, loop.varying_inputs(varies))
+            outs = [is_in(v, inside) for v in loop.step.jaxpr.outvars]
+            reached |= set(itertools.compress(eqn.outvars, outs))
+        elif eqn.primitive in OPEN:
+            for program in programs(eqn):
+                before = len(varies) - len(program.invars)  # the index of a conditional
+                inside = _reached(program.eqns, set(itertools.compress(program.invars, varies[before:])))
+                outs = [any(varies[:before]) or is_in(v, inside) for v in program.outvars]
+                reached |= set(itertools.compress(eqn.outvars, outs))
+        elif any(varies):
+            reached |= set(eqn.outvars)
+    return reached

@@ -1,0 +1,292 @@
+"""The way back from the gradients: which equations make up their tails.
+
+Walking back from the gradients, an equation belongs to a tail if nothing but tails needs its result
+and it is either a *term* (a sum over positions of something that varies) or a linear *step*. A term
+ends the walk. A step need not be taken: what lies before it may be larger than its result (the
+positions before their sum), and then the tail begins after it. So each variable on the way is given a
+size to carry, per example,
+
+    carry(term) = 0                   its factors are in the backbone anyway
+    carry(step) = min(size of its result, sum of carry over its operands that vary)
+    carry(any other) = size
+
+and the tail begins where the minimum is taken. What no rule knows is such an "other": it stays in the
+backbone, formed for every example, and the answer is the same.
+
+This file names no primitive: what is a term is said in `terms`, what is a step in `_steps`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from pergrad import _compat
+from pergrad._compat import Atom, Jaxpr, JaxprEqn, Literal, Var
+from pergrad._cut.steps import STEPS, adds, with_transpose
+from pergrad._cut.tail import Level, Tail
+from pergrad._cut.terms import SPLIT_TERMS, TERMS, Term, Total
+from pergrad._ir import ONE_TO_ONE, Loop, distinct, is_in, programs, rounds, size, variables, varying
+from pergrad._trace import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is wanted of the gradients, as far as it decides where they are cut.
+
+    `in_parts` are the places of those that all statistics take in by parts; `split` says whether the
+    single contributions to sums are asked for, `together` whether several examples run at a time.
+    """
+
+    in_parts: tuple[int, ...]
+    split: bool
+    together: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A gradient that leaves a loop as an output, and is only moved after that.
+
+    `place` is the gradient's, `result` that of the loop's result `v`, from which `moves` lead to it.
+    """
+
+    place: int
+    result: int
+    v: Var
+    moves: tuple[JaxprEqn, ...]
+
+
+class Walk:
+    """One pass forward to see what varies, one back to find what only tails need, one forward for
+    the sizes.
+
+    `given` are the inputs that vary, `grads` the gradients, `others` the other results. Those gradients
+    whose place is in `in_parts` are wanted for statistics alone that take them in by parts. `split` says
+    whether the single contributions to sums are asked for, `hoisted` whether terms have left the loops.
+    """
+
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        given: Iterable[Var],
+        grads: Sequence[Atom],
+        others: Iterable[Atom],
+        in_parts: Collection[int] = (),
+        split: bool = False,
+        hoisted: bool = True,
+    ) -> None:
+        self.eqns, self.grads, self.others = eqns, grads, tuple(others)
+        self.split, self._split_sums = split, set[int]()
+        self.made_by: dict[Var, JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.varies = varying(eqns, given)
+        self.order = {id(eqn): i for i, eqn in enumerate(eqns)}
+        self.terms: dict[Var, Term] = {}
+        self.steps: set[int] = set()
+        self.leaving: dict[int, list[int]] = {}  # by equation: which results only tails need
+        self._find_tails()
+        if split:
+            self._split_sums = self._sums_of_no_term(hoisted)
+            self.terms, self.steps = {}, set()
+            self._find_tails()
+        self._choose_cut()
+        self.opened = self._open_loops(in_parts)
+
+    @staticmethod
+    def through(program: Program, wanted: Wanted, hoisted: bool = True) -> Walk:
+        """Through a whole program."""
+        others = [program.value, *program.aux]
+        eqns, given, grads = program.jaxpr.eqns, program.example, program.grads
+        return Walk(eqns, given, grads, others, wanted.in_parts, wanted.split, hoisted)
+
+    @staticmethod
+    def inside(
+        jaxpr: Jaxpr,
+        given: Iterable[Var],
+        leaving: Sequence[int],
+        in_parts: Collection[int] = (),
+        *,
+        split: bool,
+        hoisted: bool = True,
+    ) -> Walk:
+        """Through a step of a loop or a branch, whose results `leaving` are the gradients."""
+        grads = [jaxpr.outvars[k] for k in leaving]
+        others = [v for k, v in enumerate(jaxpr.outvars) if k not in leaving]
+        return Walk(jaxpr.eqns, given, grads, others, in_parts, split, hoisted)
+
+    def varying_operands(self, eqn: JaxprEqn) -> list[int]:
+        return [i for i, v in enumerate(eqn.invars) if is_in(v, self.varies)]
+
+    def _find_tails(self) -> None:
+        wanted_by_tails, wanted_by_backbone = variables(self.grads), variables(self.others)
+        for eqn in reversed(self.eqns):
+            self.leaving[id(eqn)] = leaving = [
+                i
+                for i, v in enumerate(eqn.outvars)
+                if v in self.varies and v in wanted_by_tails and v not in wanted_by_backbone
+            ]
+            in_tail = leaving and not any(v in wanted_by_backbone for v in eqn.outvars)
+            operands = self.varying_operands(eqn)
+            if in_tail and eqn.primitive in ONE_TO_ONE and len(eqn.invars) > 1:
+                # `_hoist` makes it one barrier for each gradient.
+                pairs = zip(eqn.invars, eqn.outvars, strict=True)
+                wanted_by_tails |= variables(v for v, out in pairs if out in wanted_by_tails)
+            elif in_tail and self._is_term(eqn, operands):
+                wanted_by_backbone |= variables(eqn.invars)
+            elif in_tail and self._is_step(eqn, operands):
+                self.steps.add(id(eqn))
+                wanted_by_tails |= variables(eqn.invars)
+            else:
+                wanted_by_backbone |= variables(eqn.invars)
+
+    def _is_term(self, eqn: JaxprEqn, operands: Collection[int]) -> bool:
+        match = (SPLIT_TERMS if id(eqn) in self._split_sums else TERMS).get(eqn.primitive)
+        term = match(eqn, operands, self.made_by) if match else None
+        if term is not None:
+            self.terms[term.out] = term
+        return term is not None
+
+    def _is_step(self, eqn: JaxprEqn, operands: Collection[int]) -> bool:
+        step = STEPS.get(eqn.primitive)
+        return step is not None and step.is_linear(eqn, operands)
+
+    def _sums_of_no_term(self, hoisted: bool) -> set[int]:
+        """The steps that are plain sums, of something that no term has made.
+
+        Nor a loop or a branch, from which the term may still be taken out.
+        """
+        made: set[Var] = set(self.terms)
+        found: set[int] = set()
+        for eqn in self.eqns:
+            if id(eqn) in self.steps and variables(eqn.invars) & made:
+                made |= set(eqn.outvars)
+            elif id(eqn) in self.steps and eqn.primitive in SPLIT_TERMS:
+                found.add(id(eqn))
+            elif not hoisted and programs(eqn):
+                made |= {eqn.outvars[k] for k in self.leaving[id(eqn)]}
+        return found
+
+    def _choose_cut(self) -> None:
+        carry: dict[Var, int] = dict.fromkeys(self.terms, 0)
+        for eqn in self.eqns:
+            if id(eqn) not in self.steps:
+                continue
+            result = sum(size(v) for v in eqn.outvars)
+            before = variables(eqn.invars) & self.varies
+            through = sum(carry.get(v, size(v)) for v in before)
+            if through >= result:
+                self.steps.discard(id(eqn))
+            carry.update(dict.fromkeys(eqn.outvars, min(result, through)))
+
+    def _open_loops(self, in_parts: Collection[int]) -> dict[int, list[Opened]]:
+        """The loops, by equation, that gradients leave as outputs to be moved and nothing else."""
+        read = [v for eqn in self.eqns for v in eqn.invars] + [*self.grads, *self.others]
+        uses = Counter(v for v in read if not isinstance(v, Literal))
+        opened: dict[int, list[Opened]] = {}
+        for place in in_parts:
+            v, moves = self.grads[place], []
+            while not isinstance(v, Literal) and uses[v] == 1 and v in self.varies:
+                eqn = self.made_by.get(v)
+                loop = Loop.of(eqn)
+                if eqn is None or (loop is None and not self._is_rearrangement(eqn)):
+                    break
+                if loop is not None:
+                    result = eqn.outvars.index(v)
+                    if result >= loop.num_carry:
+                        found = Opened(place, result, v, tuple(reversed(moves)))
+                        opened.setdefault(id(eqn), []).append(found)
+                    break
+                moves.append(eqn)
+                v = eqn.invars[0]
+        return opened
+
+    def _is_rearrangement(self, eqn: JaxprEqn) -> bool:
+        """A move that neither drops nor repeats entries."""
+        return self._is_move(eqn) and size(eqn.invars[0]) == size(eqn.outvars[0])
+
+    def _is_move(self, eqn: JaxprEqn) -> bool:
+        is_move = eqn.primitive in STEPS and STEPS[eqn.primitive].family == "move"
+        alone = all(isinstance(v, Literal) for v in eqn.invars[1:])
+        return is_move and alone and self._is_step(eqn, [0]) and not rounds(eqn)
+
+    def tails(
+        self, places: Sequence[int], params: Sequence[int], levels: tuple[Level, ...] = ()
+    ) -> list[Tail]:
+        """The tails of the gradients at these places, those of the parameters `params[place]`."""
+        groups = _connected({place: self._collect(self.grads[place]) for place in places})
+        return [self._tail(own, steps, params, levels) for own, steps in groups]
+
+    def _collect(self, grad: Atom) -> set[int]:
+        """The steps between `grad` and its terms, by their place in the program."""
+        found: set[int] = set()
+        ahead = [grad]
+        while ahead:
+            eqn = None if isinstance(v := ahead.pop(), Literal) else self.made_by.get(v)
+            if eqn is None or id(eqn) not in self.steps or self.order[id(eqn)] in found:
+                continue
+            found.add(self.order[id(eqn)])
+            ahead.extend(eqn.invars)
+        return found
+
+    def _tail(
+        self,
+        places: Sequence[int],
+        steps_at: Sequence[int],
+        params: Sequence[int],
+        levels: tuple[Level, ...],
+    ) -> Tail:
+        steps = tuple(with_transpose(self.eqns[i]) for i in steps_at)
+        grads = tuple(self.grads[i] for i in places)
+        made_here = {v for eqn in steps for v in eqn.outvars}
+        read_here = dict.fromkeys(
+            v
+            for v in (*(v for eqn in steps for v in eqn.invars), *grads)
+            if not isinstance(v, Literal) and v not in made_here
+        )
+        terms = tuple(
+            self.terms.get(v) or Total.of(v, self.made_by.get(v), self._origin(v))
+            for v in read_here
+            if v in self.varies
+        )
+        factors = dict.fromkeys(v for term in terms for v in term.factors)
+        of_terms = [v for t in terms if t.eqn for v in t.eqn.invars if not isinstance(v, Literal)]
+        constants = dict.fromkeys(v for v in (*read_here, *of_terms) if v not in self.varies)
+        return Tail(
+            params=tuple(params[i] for i in places),
+            grads=grads,
+            terms=terms,
+            steps=steps,
+            factors=tuple(factors),
+            constants=tuple(constants),
+            adds=any(adds(eqn, self.varying_operands(eqn), self.made_by) for eqn in steps),
+            levels=levels,
+        )
+
+    def _origin(self, v: Var) -> str:
+        """What made the entries of `v` before they were moved, and the user's line, or one before it."""
+        eqn = self.made_by.get(v)
+        while eqn is not None and self._is_move(eqn) and (before := self._before(eqn)) is not None:
+            eqn = before
+        near = eqn
+        while near is not None and not _compat.has_user_line(near):
+            near = self._before(near)
+        if eqn is None:
+            return "given as it is"
+        line = _compat.user_line(near or eqn)
+        return f"made by {eqn.primitive} {'at' if near is eqn else 'after'} {line}"
+
+    def _before(self, eqn: JaxprEqn) -> JaxprEqn | None:
+        """The equation that made the first operand that varies."""
+        operands = [v for v in distinct(eqn.invars) if v in self.varies]
+        return self.made_by.get(operands[0]) if operands else None
+
+
+def _connected(steps: dict[int, set[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Groups the gradients that share steps: (their places, their steps in order)."""
+    groups: list[tuple[list[int], set[int]]] = []
+    for place, own in steps.items():
+        shared = [g for g in groups if g[1] & own]
+        groups = [g for g in groups if not g[1] & own]
+        places = [p for g in shared for p in g[0]]
+        groups.append(([*places, place], own.union(*(g[1] for g in shared))))
+    return [(tuple(places), sorted(own)) for places, own in groups]

@@ -1,0 +1,160 @@
+"""TODO _cut.hoist.branches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pergrad import _compat
+from pergrad._compat import ClosedJaxpr, JaxprEqn, Var, aval
+from pergrad._cut.find import Walk
+from pergrad._cut.hoist.leaving import can_leave
+from pergrad._cut.steps import is_zero
+from pergrad._cut.tail import Tail
+from pergrad._ir import (
+    distinct,
+    evaluate,
+    evaluate_still,
+    given,
+    needed_equations,
+    read,
+    take_branch,
+    take_by_example,
+    varying,
+)
+
+
+def leave_branches(
+    eqn: JaxprEqn,
+    branches: Sequence[ClosedJaxpr],
+    leaving: Sequence[int],
+    index_varies: bool,
+    varies: Sequence[bool],
+    ins: Sequence[Any],
+    *,
+    split: bool,
+    together: bool,
+) -> list[Any]:
+    """The results of a conditional, of which those of `leaving` that can are made outside of it.
+
+    `index_varies` says whether the branch that is taken differs from example to example, `varies` which
+    operands do, and `together` whether several examples run at a time.
+    """
+    index, *operands = ins
+    results = range(len(eqn.outvars))
+    tails = [_tails_of_branch(branch, leaving, varies, split) for branch in branches]
+
+    # A result leaves the branches if it can in all of them, together with the others of its tails. If
+    # each example takes its own branch, constants would need a copy for each of them (`_constants`).
+    fixed = {
+        k
+        for branch, own in zip(branches, tails, strict=True)
+        for tail in own
+        if index_varies and _given_constants(branch, tail)
+        for k in tail.params
+    }
+    gone = set(leaving) - fixed
+    while (
+        stay := {k for t in itertools.chain(*tails) if not _can_leave(t, gone, split) for k in t.params}
+        & gone
+    ):
+        gone -= stay
+    tails = [[t for t in own if gone.issuperset(t.params)] for own in tails]
+    kept = [k for k in results if k not in gone]
+
+    def run(number: int) -> Callable[..., Any]:
+        def branch(*operands: Any) -> Any:
+            env = given(branches[number], operands)
+            evaluate(branches[number].jaxpr.eqns, env)
+            factors = [
+                [read(env, v) if n == number else jnp.zeros_like(aval(v)) for v in tail.factors]
+                for n, own in enumerate(tails)
+                for tail in own
+            ]
+            return [read(env, branches[number].jaxpr.outvars[k]) for k in kept], factors
+
+        return branch
+
+    runs = [run(number) for number in range(len(branches))]
+    with _compat.at_line_of(eqn):
+        if index_varies and together:
+            values, factors = take_by_example(index, runs, operands)
+        else:
+            values, factors = take_branch(eqn, index, runs, operands)
+        constants = _constants(eqn, branches, tails, varies, ins)
+        out = dict(zip(kept, values, strict=True))
+        out |= {k: jnp.zeros_like(aval(eqn.outvars[k])) for k in gone}
+        for tail, *inputs in zip(itertools.chain(*tails), factors, constants, strict=True):
+            grads = tail.gradients(*inputs)
+            out |= {k: out[k] + g.astype(out[k].dtype) for k, g in zip(tail.params, grads, strict=True)}
+    return [out[k] for k in results]
+
+
+def _constants(
+    eqn: JaxprEqn,
+    branches: Sequence[ClosedJaxpr],
+    tails: Sequence[Sequence[Tail]],
+    varies: Sequence[bool],
+    ins: Sequence[Any],
+) -> list[list[Any]]:
+    """The constants of all tails of all branches.
+
+    The factors of a branch that is not taken are zeros, but its constants may be anything: W / sigma,
+    say, with sigma = 0. Zero times infinity is NaN. So the constants that depend on what the branch is
+    given are made in the conditional, and are ones where the branch is not taken: zero times one is
+    zero, and so is zero divided by one.
+    """
+    index, *operands = ins
+    guarded = [
+        distinct(v for tail in own for v in _given_constants(branch, tail))
+        for branch, own in zip(branches, tails, strict=True)
+    ]
+
+    def run(number: int) -> Callable[..., Any]:
+        def branch(*still: Any) -> list[list[Any]]:
+            program, operands = branches[number], iter(still)
+            env = given(program, [None if v else next(operands) for v in varies])
+            needed = needed_equations(program.jaxpr.eqns, guarded[number])
+            moving = varying(needed, itertools.compress(program.jaxpr.invars, varies))
+            evaluate_still(needed, env, moving)
+            return [
+                [env[v] if n == number else jnp.ones_like(aval(v)) for v in own]
+                for n, own in enumerate(guarded)
+            ]
+
+        return branch
+
+    made: Sequence[Sequence[Any]] = guarded
+    if any(guarded):
+        still = [x for x, v in zip(operands, varies, strict=True) if not v]
+        made = take_branch(eqn, index, [run(number) for number in range(len(branches))], still)
+    constants = []
+    for program, own, names, values in zip(branches, tails, guarded, made, strict=True):
+        env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        evaluate_still(program.jaxpr.eqns, env, varying(program.jaxpr.eqns, program.jaxpr.invars))
+        env |= zip(names, values, strict=True)
+        constants += [[env[v] for v in tail.constants] for tail in own]
+    return constants
+
+
+def _given_constants(branch: ClosedJaxpr, tail: Tail) -> list[Var]:
+    """The constants of a tail that depend on what its branch is given."""
+    given = varying(branch.jaxpr.eqns, branch.jaxpr.invars)
+    return [v for v in tail.constants if v in given]
+
+
+def _tails_of_branch(
+    branch: ClosedJaxpr, leaving: Sequence[int], varies: Sequence[bool], split: bool
+) -> list[Tail]:
+    """The tails of a branch that make something other than zeros."""
+    given = itertools.compress(branch.jaxpr.invars, varies)
+    walk = Walk.inside(branch.jaxpr, given, leaving, split=split)
+    tails = walk.tails(range(len(leaving)), leaving)
+    return [t for t in tails if not all(is_zero(g, walk.made_by) for g in t.grads)]
+
+
+def _can_leave(tail: Tail, together: set[int], split: bool) -> bool:
+    return can_leave(tail, split) and not tail.adds and together.issuperset(tail.params)

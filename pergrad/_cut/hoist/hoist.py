@@ -1,0 +1,174 @@
+"""Between step 1 and step 2: sums over positions leave loops and branches.
+
+The weights of a recurrence are constants of a loop, and their gradient adds up in its carry. With x_l
+and d_l what is multiplied in step l of the loop,
+
+    carry_l = carry_(l-1) + x_l^T d_l,     so that     g = carry_0 + sum_l x_l^T d_l:
+
+the loop need not form the products. It hands out x_l and d_l, and its steps become one more axis to sum
+over, in one product after the loop. The algebra is that of a sum over examples: the steps of a tail
+commute with it. A gradient that leaves a loop as an output [length, ...] is treated alike, without the
+sum, if it cannot be reduced inside (`_cut`): because it is mixed with others after the loop, or because
+one of the statistics wants it whole.
+
+The branches of a conditional hand out the factors of their tails in the same way. Those of the branches
+that are not taken are zeros, so that the gradient is the sum of what the tails of all branches make.
+
+Equations that join the gradients of several parameters, after the sums that make them, are split.
+
+Only what is smaller than the gradient leaves. All else stays where it is, and the answer is the same.
+Where the single contributions to a sum are asked for everything leaves, since the steps of a loop
+contribute.
+Here the program is walked through, from the inside out; one loop or conditional is done in `_leave`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import primitives
+
+from pergrad import _compat
+from pergrad._compat import ClosedJaxpr, JaxprEqn, Literal, Primitive, aval
+from pergrad._cut.find import Walk, Wanted
+from pergrad._cut.hoist.branches import leave_branches
+from pergrad._cut.hoist.loops import leave_loop
+from pergrad._cut.steps import is_zero
+from pergrad._cut.terms import axes_of_product
+from pergrad._ir import LOOPS, Env, Loop, evaluate, given, is_in, read, variables
+from pergrad._trace import Program
+
+
+def hoist(program: Program, wanted: Wanted) -> Program:
+    """The same program with the factors of its tails outside of loops and branches.
+
+    Where all statistics take a gradient in by parts, tails stay inside the loop that it leaves as an
+    output.
+    """
+    if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in program.jaxpr.eqns):
+        return program
+    walk = Walk.through(program, wanted, hoisted=False)
+    hoisted = _hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts), wanted.together)
+    return program.replaced_by(hoisted)
+
+
+def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
+    """The program that `walk` went through, hoisted; it takes and gives the same."""
+    jaxpr = program.jaxpr
+    if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in jaxpr.eqns):
+        return program
+
+    def run(*args: Any) -> list[Any]:
+        env = given(program, args)
+        for eqn in jaxpr.eqns:
+            rule = RULES.get(eqn.primitive) or SPLITTING.get(eqn.primitive)
+            if rule is None:
+                evaluate([eqn], env)
+            else:
+                outs = rule(walk, eqn, env, together)
+                env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(env, v) for v in jaxpr.outvars]
+
+    inputs = (jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in jaxpr.invars)
+    return jax.make_jaxpr(run)(*inputs)
+
+
+def _from_loop(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+    loop = Loop(eqn, eqn.params["jaxpr"])
+    varies = [is_in(v, walk.varies) for v in eqn.invars]
+    leaving = walk.leaving[id(eqn)]
+    reduced_inside = {o.result for o in walk.opened.get(id(eqn), ())}
+    in_parts = [i for i, k in enumerate(leaving) if k in reduced_inside]
+    given = loop.varying_inputs(varies)
+    inside = Walk.inside(loop.step.jaxpr, given, leaving, in_parts, split=walk.split, hoisted=False)
+    loop = Loop(eqn, _hoisted(inside, loop.step, together))
+    from_zero = [is_zero(v, walk.made_by) for v in loop.operands(eqn.invars)[1]]
+    leaving = [k for k in leaving if k not in reduced_inside]
+    ins = [read(env, v) for v in eqn.invars]
+    return leave_loop(loop, leaving, varies, from_zero, ins, split=walk.split)
+
+
+def _from_branches(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+    index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
+    leaving = walk.leaving[id(eqn)]
+    branches = [
+        _hoisted(Walk.inside(b.jaxpr, given, leaving, split=walk.split, hoisted=False), b, together)
+        for b in eqn.params["branches"]
+        for given in [itertools.compress(b.jaxpr.invars, varies)]
+    ]
+    ins = [read(env, v) for v in eqn.invars]
+    return leave_branches(
+        eqn, branches, leaving, index_varies, varies, ins, split=walk.split, together=together
+    )
+
+
+def _each_behind_its_own(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+    """A barrier on several gradients becomes one on each, so that each has a tail of its own."""
+    read_at_all = variables([*(v for e in walk.eqns for v in e.invars), *walk.grads, *walk.others])
+    others = [v for k, v in enumerate(eqn.outvars) if k not in walk.leaving[id(eqn)]]
+    if any(v in walk.varies and v in read_at_all for v in others):
+        return _compat.bind(eqn, [read(env, v) for v in eqn.invars])
+    with _compat.at_line_of(eqn):
+        return [lax.optimization_barrier(read(env, v)) for v in eqn.invars]
+
+
+def _products_of_pieces(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+    """Pieces of a product become products of pieces: (X^T D)[:, a:b] = X^T D[:, a:b].
+
+    The weights of several layers that are joined, such as those of queries, keys and values, have
+    such gradients.
+    """
+    axis, moves, made = eqn.params["axis"], [], _made_for(walk, eqn)
+    while made is not None and made.primitive in MOVES and len(made.invars) == 1:
+        axis = made.params["permutation"][axis] if made.primitive is primitives.transpose_p else axis
+        moves.insert(0, made)
+        made = _made_for(walk, made)
+    is_gradient = len(walk.leaving[id(eqn)]) == len(eqn.outvars)
+    if made is None or made.primitive is not primitives.dot_general_p or not is_gradient:
+        return _compat.bind(eqn, [read(env, v) for v in eqn.invars])
+
+    factors = [read(env, v) for v in made.invars]
+    axes = axes_of_product(made)[axis]
+    pieces, start = [], 0
+    for size in eqn.params["sizes"]:
+        own = [
+            x if a is None else lax.slice_in_dim(x, start, start + size, axis=a)
+            for x, a in zip(factors, axes, strict=True)
+        ]
+        (piece,) = _compat.bind(made, own)
+        for move in moves:
+            (piece,) = _compat.bind(move, [piece])
+        pieces.append(piece)
+        start += size
+    return pieces
+
+
+MOVES = (primitives.transpose_p, _compat.optimization_barrier_p)
+
+
+def _made_for(walk: Walk, eqn: JaxprEqn) -> JaxprEqn | None:
+    """What makes the first operand of an equation, if nobody else needs it."""
+    operand = eqn.invars[0]
+    if isinstance(operand, Literal) or operand in variables([*walk.grads, *walk.others]):
+        return None
+    readers = [e for e in walk.eqns if any(v is operand for v in e.invars)]
+    return walk.made_by.get(operand) if len(readers) == 1 else None
+
+
+Rule = Callable[[Walk, JaxprEqn, Env, bool], list[Any]]
+
+
+RULES: dict[Primitive, Rule] = {
+    **dict.fromkeys(LOOPS, _from_loop),
+    primitives.cond_p: _from_branches,
+}
+
+
+SPLITTING: dict[Primitive, Rule] = {
+    _compat.optimization_barrier_p: _each_behind_its_own,
+    _compat.split_p: _products_of_pieces,
+}

@@ -1,0 +1,191 @@
+"""TODO _cut.hoist.loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pergrad import _compat
+from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
+from pergrad._cut.find import Walk
+from pergrad._cut.hoist.leaving import can_leave
+from pergrad._cut.tail import Tail
+from pergrad._cut.terms import Product, Term
+from pergrad._ir import ADDITIONS, Env, Loop, evaluate, evaluate_still, read, varying
+
+
+def leave_loop(
+    loop: Loop,
+    leaving: Sequence[int],
+    varies: Sequence[bool],
+    from_zero: Sequence[bool],
+    ins: Sequence[Any],
+    *,
+    split: bool,
+) -> list[Any]:
+    """The results of a loop, of which those of `leaving` that can are made outside of it.
+
+    `varies` says which operands differ from example to example, `from_zero` which carries start at zero.
+    With `split` all leave that can, otherwise those that are made of less than they are.
+    """
+    return _Leaver(loop, leaving, varies, split).run(ins, from_zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """What a step contributes to a result: an addend of a carry, or an output."""
+
+    result: int
+    value: Atom
+
+
+class _Leaver:
+    """A loop, and which pieces of its results are made outside.
+
+    Here all that changes from step to step counts as varying, so that what is constant in a tail is
+    constant in the loop.
+    """
+
+    def __init__(self, loop: Loop, leaving: Sequence[int], varies: Sequence[bool], split: bool) -> None:
+        self.loop, self.step = loop, loop.step.jaxpr
+        self.results = range(len(self.step.outvars))
+        consts, carry, xs = loop.operands(self.step.invars)
+        self.xs = set(xs)
+        self.moving = varying(self.step.eqns, [*carry, *xs])
+
+        self.pieces: list[_Piece] = []
+        in_sums: set[int] = set()
+        for k in leaving:
+            if k >= loop.num_carry:
+                self.pieces.append(_Piece(k, self.step.outvars[k]))
+            elif (found := _as_sum(loop, k)) is not None:
+                addends, additions = found
+                self.pieces += [_Piece(k, v) for v in addends]
+                in_sums |= {id(eqn) for eqn in additions}
+
+        taken_apart = {piece.result for piece in self.pieces}
+        walk = Walk(
+            [eqn for eqn in self.step.eqns if id(eqn) not in in_sums],
+            [*itertools.compress(consts, varies), *carry, *xs],
+            [piece.value for piece in self.pieces],
+            [v for k, v in enumerate(self.step.outvars) if k not in taken_apart],
+            split=split,
+        )
+        places = range(len(self.pieces))
+        self.tails = [tail for tail in walk.tails(places, places) if can_leave(tail, split)]
+        self.gone = {place for tail in self.tails for place in tail.params}
+
+    def _pieces_of(self, result: int, *, gone: bool) -> list[int]:
+        places = [i for i, piece in enumerate(self.pieces) if piece.result == result]
+        return [i for i in places if (i in self.gone) == gone]
+
+    def _is_made_outside(self, result: int) -> bool:
+        return bool(self._pieces_of(result, gone=True)) and not self._pieces_of(result, gone=False)
+
+    def run(self, ins: Sequence[Any], from_zero: Sequence[bool]) -> list[Any]:
+        loop = self.loop
+        consts, init, xs = loop.operands(ins)
+        kept = [k for k in self.results if not self._is_made_outside(k)]
+        kept_carry = [k for k in kept if k < loop.num_carry]
+        factors = dict.fromkeys(v for tail in self.tails for v in tail.factors)
+        handed_out = [v for v in factors if v in self.moving and v not in self.xs]
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], Any]:
+            before = dict(zip(kept_carry, carry, strict=True))
+            start = [before.get(k, jnp.zeros_like(init[k])) for k in range(loop.num_carry)]
+            env = loop.env(consts, start, x)
+            evaluate(self.step.eqns, env)
+            after = [self._after(k, env, before) for k in kept]
+            last = len(kept_carry)
+            return after[:last], (after[last:], [env[v] for v in handed_out])
+
+        ends, (outputs, stacked) = loop.run(step, [init[k] for k in kept_carry], xs)
+
+        # What does not change in the loop is made once, outside.
+        env = loop.env(consts, init, xs)
+        evaluate_still(self.step.eqns, env, self.moving)
+        env |= dict(zip(handed_out, stacked, strict=True))
+        with _compat.at_line_of(loop.eqn):
+            made = {place: g for tail in self.tails for place, g in self._make(tail, env)}
+            out: dict[int, Any] = dict(zip(kept, [*ends, *outputs], strict=True))
+            for k in self.results:
+                parts = [made[place] for place in self._pieces_of(k, gone=True)]
+                if k in out:
+                    parts.append(out[k])
+                elif k < loop.num_carry and not from_zero[k]:
+                    parts.append(init[k])
+                out[k] = sum(parts[1:], parts[0])
+        return [out[k] for k in self.results]
+
+    def _after(self, result: int, env: Env, before: dict[int, Any]) -> Any:
+        """A result of a step, without the pieces that are gone."""
+        if not self._pieces_of(result, gone=True):
+            return read(env, self.step.outvars[result])
+        rest = [read(env, self.pieces[i].value) for i in self._pieces_of(result, gone=False)]
+        return sum(rest, before[result])
+
+    def _make(self, tail: Tail, env: Env) -> list[tuple[int, jax.Array]]:
+        """The pieces that a tail makes, by place; in `env` what moves is [length, ...]."""
+        is_sum = [self.pieces[i].result < self.loop.num_carry for i in tail.params]
+        sums = self._sum(tail, env) if any(is_sum) else []
+        stack = self._stack(tail, env) if not all(is_sum) else []
+        return [
+            (i, (sums if is_sum[n] else stack)[n].astype(aval(self.pieces[i].value).dtype))
+            for n, i in enumerate(tail.params)
+        ]
+
+    def _sum(self, tail: Tail, env: Env) -> list[jax.Array]:
+        sums = {term.out: self._sum_of_term(term, env) for term in tail.terms}
+        return tail.from_sums(env, sums, self.loop.length)
+
+    def _sum_of_term(self, term: Term, env: Env) -> jax.Array:
+        length = self.loop.length
+        still = [v for v in term.factors if v not in self.moving]
+        if not still:
+            return term.sum(env, 1)
+        if len(still) == len(term.factors):  # it counts `length` times
+            return term.sum(env | {v: env[v][None] for v in still}, length)
+        if isinstance(term, Product):  # sum_l x^T d_l = x^T sum_l d_l
+            once = {v: env[v] if v in still else jnp.sum(env[v], axis=0) for v in term.factors}
+            return term.sum(env | {v: x[None] for v, x in once.items()}, 1)
+        return term.sum(env | {v: jnp.broadcast_to(env[v], (length, *env[v].shape)) for v in still}, 1)
+
+    def _stack(self, tail: Tail, env: Env) -> list[jax.Array]:
+        axes = [0 if v in self.moving else None for v in tail.factors]
+        factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
+        if axes == [None] * len(axes):  # every step has the same
+            same = tail.gradients(factors, constants)
+            return [jnp.broadcast_to(g, (self.loop.length, *g.shape)) for g in same]
+        return jax.vmap(lambda *factors: tail.gradients(factors, constants), in_axes=axes)(*factors)
+
+
+def _as_sum(loop: Loop, carry: int) -> tuple[list[Atom], list[JaxprEqn]] | None:
+    """The carry as a sum: what is added to it, and the additions.
+
+    It comes in, is used once, in an addition, and so on until it goes out.
+    """
+    step = loop.step.jaxpr
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in step.eqns:
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                readers.setdefault(v, []).append(eqn)
+    v, end = loop.operands(step.invars)[1][carry], step.outvars[carry]
+    addends: list[Atom] = []
+    additions: list[JaxprEqn] = []
+    while v is not end:
+        if len(readers.get(v, ())) != 1 or v in step.outvars:
+            return None
+        (eqn,) = readers[v]
+        if eqn.primitive not in ADDITIONS:
+            return None
+        addends.append(eqn.invars[1] if eqn.invars[0] is v else eqn.invars[0])
+        additions.append(eqn)
+        v = eqn.outvars[0]
+    used_again = readers.get(v) or sum(v is out for out in step.outvars) > 1
+    return None if used_again or not additions else (addends, additions)

@@ -1,0 +1,150 @@
+"""TODO _cut.steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import primitives as p
+
+from pergrad import _compat
+from pergrad._compat import Atom, JaxprEqn, Literal, Primitive, Var, aval
+from pergrad._ir import ADDITIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A primitive that is linear in some of its operands.
+
+    It is linear in all of `operands` together (None: in all it has) or, as a product, in `one_of` them.
+    `number` is a scale's c, from the operand that does not vary (None if there is none). `constant` says
+    whether the equation adds something that is none of its operands. `selects` are the operands of a mix
+    of which an entry of the result takes in one entry at most, as it is (None if it mixes them all).
+    """
+
+    family: str
+    operands: slice | None = None
+    one_of: bool = False
+    condition: Callable[[JaxprEqn], bool] = lambda eqn: True
+    number: Callable[[Any], Any] | None = None
+    constant: Callable[[JaxprEqn], bool] = lambda eqn: False
+    selects: slice | None = None
+
+    def linear_operands(self, eqn: JaxprEqn) -> range:
+        return range(len(eqn.invars))[self.operands or slice(None)]
+
+    def is_linear(self, eqn: JaxprEqn, varying: Collection[int]) -> bool:
+        """Whether `eqn` is linear in its operands `varying`, given all the others."""
+        return (
+            set(varying) <= set(self.linear_operands(eqn))
+            and (len(varying) == 1 or not self.one_of)
+            and self.condition(eqn)
+        )
+
+    def takes_single_entries(self, eqn: JaxprEqn, operand: int) -> bool:
+        """Whether an entry of the result is made of one entry of this operand at most."""
+        selected = range(len(eqn.invars))[self.selects] if self.selects else ()
+        return self.family != "mix" or operand in selected
+
+
+def _between_floats(eqn: JaxprEqn) -> bool:
+    """Whether a cast only rounds. To 8 bits it is a loss's way to quantise, and overflows soon."""
+    dtypes = [aval(v).dtype for v in (*eqn.invars, *eqn.outvars)]
+    return all(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits >= 16 for d in dtypes)
+
+
+def _fills(eqn: JaxprEqn) -> bool:
+    """Whether a gather reads something other than 0 out of range."""
+    return eqn.params["mode"] == _Mode.FILL_OR_DROP and eqn.params["fill_value"] != 0
+
+
+_first = slice(0, 1)
+
+
+_all = slice(None)
+
+
+_Mode = lax.GatherScatterMode
+
+
+STEPS: dict[Primitive, Step] = {
+    # entries of the operand, elsewhere
+    p.broadcast_in_dim_p: Step("move", _first),
+    p.convert_element_type_p: Step("move", _first, condition=_between_floats),
+    p.copy_p: Step("move", _first),
+    p.dynamic_slice_p: Step("move", _first),
+    _compat.name_p: Step("move", _first),
+    _compat.optimization_barrier_p: Step("move", _first, condition=lambda eqn: len(eqn.invars) == 1),
+    p.reshape_p: Step("move", _first),
+    p.rev_p: Step("move", _first),
+    _compat.sharding_constraint_p: Step("move", _first),
+    p.slice_p: Step("move", _first),
+    p.squeeze_p: Step("move", _first),
+    p.transpose_p: Step("move", _first),
+    # entries of the operand, times a number
+    p.div_p: Step("scale", _first, number=lambda c: 1 / c),
+    p.mul_p: Step("scale", one_of=True, number=lambda c: c),
+    p.neg_p: Step("scale", _first, number=lambda c: -1.0),
+    # linear in one operand
+    p.conv_general_dilated_p: Step("mix", one_of=True),
+    p.cumsum_p: Step("mix", _first),
+    p.dot_general_p: Step("mix", one_of=True),
+    p.gather_p: Step("mix", _first, constant=_fills),
+    p.reduce_sum_p: Step("mix", _first),
+    p.reduce_window_sum_p: Step("mix", _first),
+    _compat.split_p: Step("mix", _first, selects=_first),
+    # linear in all of them together
+    p.add_p: Step("mix", selects=_all),
+    p.add_jaxvals_p: Step("mix", selects=_all),
+    p.concatenate_p: Step("mix"),
+    p.pad_p: Step("mix", selects=_first),
+    p.sub_p: Step("mix"),
+    # linear in the values, but not in the places or the choice
+    p.dynamic_update_slice_p: Step("mix", slice(0, 2)),
+    p.scatter_add_p: Step("mix", slice(0, 3, 2)),
+    p.scatter_p: Step("mix", slice(0, 3, 2), selects=_first),
+    p.select_n_p: Step("mix", slice(1, None), selects=slice(1, None)),
+}
+
+
+# These replace some entries and leave the others where they are.
+REPLACING: frozenset[Primitive] = frozenset({p.scatter_p, p.select_n_p})
+
+
+# In the result an entry has the place that it has in the operand.
+STAYING: frozenset[Primitive] = (
+    ADDITIONS | REPLACING | {p.convert_element_type_p, p.copy_p, _compat.name_p}
+)
+
+
+def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether an operand is known to be zeros."""
+    if isinstance(atom, Literal):
+        return bool(np.all(np.asarray(atom.val) == 0))
+    eqn = made_by.get(atom)
+    laid_out = (p.broadcast_in_dim_p, p.reshape_p)
+    return eqn is not None and eqn.primitive in laid_out and is_zero(eqn.invars[0], made_by)
+
+
+def adds(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a step, linear in its operands `varying`, adds something that is not known to be zeros."""
+    step = STEPS[eqn.primitive]
+    added = set() if step.one_of else set(step.linear_operands(eqn)) - set(varying)
+    return step.constant(eqn) or not all(is_zero(eqn.invars[i], made_by) for i in added)
+
+
+def with_transpose(eqn: JaxprEqn) -> JaxprEqn:
+    """The step in a form whose transpose, as JAX makes it, is that of what the step computes.
+
+    With indices that promise to be in range, and are not, a gather reads the nearest entry and a
+    scatter-add drops what it is given. Each is taken for the other's transpose, which it is only if its
+    mode says what it does.
+    """
+    said = {p.gather_p: _Mode.CLIP, p.scatter_add_p: _Mode.FILL_OR_DROP}
+    if eqn.primitive not in said or eqn.params["mode"] != _Mode.PROMISE_IN_BOUNDS:
+        return eqn
+    return eqn.replace(params=eqn.params | {"mode": said[eqn.primitive]})

@@ -1,0 +1,179 @@
+"""What a tail is: the end of the gradient program of one example, from its sums to its gradients.
+
+    factors --(terms: products, scatters, sums)--> --(linear steps)--> gradients
+
+A tail belongs to one parameter, or to several whose gradients share equations (`A` and `B` of a
+low-rank `A @ B`). Evaluated as it stands it gives one example's gradients; the strategies reduce it
+over many examples without doing that for all of them at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._compat import Atom, JaxprEqn, Var, aval
+from pergrad._cut.steps import STEPS
+from pergrad._cut.terms import Term
+from pergrad._ir import Env, Weights, distinct, evaluate, evaluate_wide, read, size, widen
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """A loop around a tail: its length, and for each parameter the way on.
+
+    That is the variable that leaves the loop, the equations that move its entries, and the gradient.
+    """
+
+    length: int
+    ways: dict[int, tuple[Var, tuple[JaxprEqn, ...], Atom]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """One end of the program.
+
+    `params` are the indices of its parameters and `grads` their gradients. `factors` are the inputs
+    that differ from example to example, `constants` those that do not. Without factors the gradient
+    is the same for every example. `adds` says whether the steps add something that is. `levels` are the
+    loops that the tail stands in, the innermost first.
+    """
+
+    params: tuple[int, ...]
+    grads: tuple[Atom, ...]
+    terms: tuple[Term, ...]
+    steps: tuple[JaxprEqn, ...]
+    factors: tuple[Var, ...]
+    constants: tuple[Var, ...]
+    adds: bool
+    levels: tuple[Level, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of the loops that the tail stands in, the outermost first."""
+        return tuple(level.length for level in reversed(self.levels))
+
+    def inward(self, param: int, v: jax.Array) -> jax.Array:
+        """The transpose of `outward`: <outward(x), v> = <x, inward(v)>."""
+        shape = (*self.lengths, *aval(self.grads[self.params.index(param)]).shape)
+        x = jax.ShapeDtypeStruct(shape, v.dtype)
+        return jax.linear_transpose(lambda x: self.outward(param, x), x)(v)[0]
+
+    def outward(self, param: int, x: jax.Array) -> jax.Array:
+        """Entries that are [*lengths, ...] like a gradient in here, as they lie in the parameter."""
+        dtype = x.dtype
+        for depth, level in enumerate(self.levels):
+            start, moves, end = level.ways[param]
+
+            def move(x: jax.Array, start=start, moves=moves, end=end) -> Any:
+                env = {start: x}
+                evaluate_wide(moves, env)
+                return read(env, end)
+
+            for _ in self.levels[depth + 1 :]:
+                move = jax.vmap(move)
+            x = move(x)
+        return x.astype(dtype)
+
+    def terms_of(self, place: int) -> list[Term]:
+        """The terms that the gradient at this place is made of."""
+        needed = set(distinct([self.grads[place]]))
+        for step in reversed(self.steps):
+            if needed & set(step.outvars):
+                needed |= set(distinct(step.invars))
+        return [term for term in self.terms if term.out in needed]
+
+    def steps_that(self, family: str) -> list[JaxprEqn]:
+        """The steps of a family, those that move, scale or mix entries."""
+        return [step for step in self.steps if STEPS[step.primitive].family == family]
+
+    def operand(self, step: JaxprEqn) -> Var:
+        """The operand of a move or a scale that comes from the terms."""
+        on_the_way = {v for s in self.steps for v in s.outvars} | {term.out for term in self.terms}
+        return next(v for v in distinct(step.invars) if v in on_the_way)
+
+    def number(self, step: JaxprEqn, env: Env, dtype: Any) -> jax.Array:
+        """The number that a scaling step multiplies by, or as many as there are entries."""
+        operand, number = self.operand(step), STEPS[step.primitive].number
+        assert number is not None
+        given = [read(env, v) for v in step.invars if v is not operand]
+        return jnp.asarray(number(jnp.asarray(given[0], dtype) if given else None), dtype)
+
+    def why_not_similar(self) -> str | None:
+        """Why a gradient is not its one term, moved and times one number; None if it is."""
+        if len(self.terms) != 1 or len(self.grads) != 1:
+            return "not a single term"
+        for step in self.steps:
+            family = STEPS[step.primitive].family
+            if family == "mix":
+                return "mixes entries after the sum"
+            if family == "move" and size(step.outvars[0]) != size(self.operand(step)):
+                return "drops or repeats entries after the sum"
+        return self.why_not_one_number()
+
+    def why_not_one_number(self) -> str | None:
+        """Why the steps do not multiply all entries by one and the same number; None if they do."""
+        numbers = [
+            v for step in self.steps_that("scale") for v in step.invars if v is not self.operand(step)
+        ]
+        return "scales entries one by one" if any(size(v) != 1 for v in numbers) else None
+
+    def similarity(self, env: Env, dtype: Any) -> jax.Array:
+        """That one number, by which the gradient differs from its moved term."""
+        numbers = (self.number(step, env, dtype).reshape(()) for step in self.steps_that("scale"))
+        return math.prod(numbers, start=jnp.ones((), dtype))
+
+    def moved_and_scaled(
+        self, env: Env, scaled: Callable[[JaxprEqn, jax.Array], jax.Array]
+    ) -> jax.Array:
+        """The one gradient, from the term in `env`; `scaled` does the steps that scale, none mixes."""
+        for step in self.steps:
+            if STEPS[step.primitive].family == "scale":
+                env[step.outvars[0]] = scaled(step, env[self.operand(step)])
+            else:
+                evaluate_wide([step], env)
+        return read(env, self.grads[0])
+
+    def gradients(self, factors: Sequence[Any], constants: Sequence[Any]) -> list[jax.Array]:
+        """One example's gradients, from its factors and the constants."""
+        env = self.env(factors, constants)
+        for term in self.terms:
+            term.form(env)
+        evaluate(self.steps, env)
+        return [read(env, g) for g in self.grads]
+
+    def env(self, factors: Sequence[Any], constants: Sequence[Any]) -> Env:
+        inputs = zip((*self.factors, *self.constants), (*factors, *constants), strict=True)
+        return dict(inputs)
+
+    def summed_gradients(
+        self, factors: Sequence[Any], constants: Sequence[Any], w: Weights, total: Any
+    ) -> list[jax.Array]:
+        """The weighted sum over examples of their gradients, from factors [B, ...].
+
+        The steps commute with sums, up to what they add: steps(x) = A x + c, so that
+
+            sum_i w_i steps(x_i) = A sum_i w_i x_i + c sum_i w_i = steps(sum_i w_i x_i) + (total - 1) c
+
+        with `total` the sum of the weights and c = steps(0). float32 at least.
+        """
+        env = self.env(factors, constants)
+        return self.from_sums(env, {term.out: term.sum(env, w) for term in self.terms}, total)
+
+    def from_sums(self, env: Env, sums: Env, total: Any) -> list[jax.Array]:
+        """As `summed_gradients`, from the weighted sums of the terms; `env` has the constants."""
+        grads = self._wide_steps(env | sums)
+        if not self.adds:
+            return grads
+        zeros = {v: jnp.zeros(x.shape, x.dtype) for v, x in sums.items()}
+        offsets = self._wide_steps(env | zeros)
+        return [g + jnp.asarray(total - 1, c.dtype) * c for g, c in zip(grads, offsets, strict=True)]
+
+    def _wide_steps(self, env: Env) -> list[jax.Array]:
+        evaluate_wide(self.steps, env)
+        return [widen(read(env, g)) for g in self.grads]

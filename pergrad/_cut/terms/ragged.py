@@ -1,0 +1,101 @@
+"""TODO _cut.terms.ragged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pergrad._compat import JaxprEqn, Var, aval
+from pergrad._cut.terms._term import Term
+from pergrad._ir import Env, Weights, accumulation_dtype, distinct, read, weigh, weigh_factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged(Term):
+    eqn: JaxprEqn
+
+    @property
+    def kind(self) -> str:
+        return "ragged product"
+
+    @staticmethod
+    def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Ragged | None:
+        x, d, sizes = eqn.invars[:3]
+        plain = all(len(aval(v).shape) == n for v, n in ((x, 2), (d, 2), (sizes, 1)))
+        if not plain or not sums_over_groups(eqn) or not {0, 1} <= set(varying):
+            return None
+        return Ragged(eqn, eqn.outvars[0], distinct(eqn.invars[i] for i in varying))
+
+    @property
+    def contributions(self) -> int:
+        return aval(self.eqn.invars[0]).shape[self._positions[0]]
+
+    @property
+    def _positions(self) -> tuple[int, int]:
+        """The ragged axis of x and of d."""
+        ((x_axis,), (d_axis,)), _ = self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return x_axis, d_axis
+
+    def form(self, env: Env) -> None:
+        x, d, sizes = (read(env, v) for v in self.eqn.invars[:3])
+        x, d = (jnp.moveaxis(a, axis, 0) for a, axis in zip((x, d), self._positions, strict=True))
+        env[self.out] = self._product(x, d, sizes, self.eqn.params["preferred_element_type"])
+
+    def sum(self, env: Env, w: Weights) -> jax.Array:
+        x, d, sizes = self._read(env)
+        dtype = accumulation_dtype(aval(self.out).dtype)
+        x, d = x.astype(dtype), d.astype(dtype)
+        x, d = weigh_factors(x, d, w) if isinstance(w, jax.Array) else (weigh(x, w), d)
+        order = jnp.argsort(_groups(sizes, x.shape[1]).reshape(-1), stable=True)
+        x, d = (a.reshape(-1, a.shape[2])[order] for a in (x, d))
+        return self._product(x, d, jnp.sum(sizes, axis=0), dtype)
+
+    def split(self, env: Env) -> list[jax.Array]:
+        x, d, sizes = self._read(env)
+        groups = _groups(sizes, x.shape[1])
+        return [x, d, jax.nn.one_hot(groups, sizes.shape[1], dtype=sizes.dtype)]
+
+    def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
+        x, d, sizes = parts
+        return self._product(x[None], d[None], sizes, accumulation_dtype(aval(self.out).dtype))
+
+    def _read(self, env: Env) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, a], d [B, T, b] and the sizes of the groups [B, groups]."""
+        size = env[self.factors[0]].shape[0]
+        x, d, sizes = (
+            x if v in self.factors else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+            for v in self.eqn.invars[:3]
+            for x in [read(env, v)]
+        )
+        x, d = (jnp.moveaxis(a, axis + 1, 1) for a, axis in zip((x, d), self._positions, strict=True))
+        return x, d, sizes
+
+    def _product(self, x: Any, d: Any, sizes: Any, dtype: Any) -> jax.Array:
+        """g of positions in rows: x [T, a], d [T, b] -> [groups, a, b]."""
+        return lax.ragged_dot_general(
+            x,
+            d,
+            sizes,
+            lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ()),
+            precision=self.eqn.params["precision"],
+            preferred_element_type=dtype,
+        )
+
+
+def _groups(sizes: jax.Array, positions: int) -> jax.Array:
+    """The group of every position [B, positions]; those behind the last group are in none."""
+    ends = jnp.cumsum(sizes, axis=1)
+    return jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(positions), "right"))(ends)
+
+
+def sums_over_groups(eqn: JaxprEqn) -> bool:
+    """Whether the ragged axis is contracted, so that every group has a matrix as its result."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (x_contracted, _), (x_batch, _) = numbers.dot_dimension_numbers
+    alone = tuple(x_contracted) == tuple(numbers.lhs_ragged_dimensions) and not x_batch
+    return alone and eqn.params["group_offset"] is None

@@ -1,0 +1,209 @@
+"""What one unit is: an example, a group of examples, or a single contribution to a sum over positions.
+
+The strategies know examples alone, each with its own gradient. So for other units a tail becomes one
+whose examples are these units.
+
+Groups of k: with w_j a member's share of its group, the group's gradient is the weighted sum over k
+examples that every tail can give,
+
+    sum_j w_j g_j,
+
+a program of its own, which is cut like any other: its products have the members as one more axis of
+positions.
+
+Tokens: a gradient that adds up M contributions in all has M units u_n with mean g. Contribution c_n, to
+one of the terms, goes through the tail's linear steps A with the other terms left out,
+
+    u_n = A (M c_n) + b,      sum_n u_n / M = A sum_n c_n + b = g.
+
+Every term has units of its own kind, and a statistic takes in one kind after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._compat import ClosedJaxpr, JaxprEqn, Var, aval, drop_dead_code
+from pergrad._cut.examples import Examples
+from pergrad._cut.find import Walk
+from pergrad._cut.steps import STEPS
+from pergrad._cut.tail import Tail
+from pergrad._cut.terms import Term
+from pergrad._ir import (
+    ADDITIONS,
+    Env,
+    Weights,
+    evaluate,
+    evaluate_wide,
+    given,
+    is_in,
+    needed_equations,
+    read,
+    weigh,
+    widen,
+)
+from pergrad._statistics import Per
+from pergrad._trace import inlined
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """One kind of unit: its tail, and how many there are for each example."""
+
+    tail: Tail
+    per_example: float
+
+    def of(self, examples: Examples) -> Examples:
+        """The units of these examples."""
+        return examples
+
+
+def units_of(tail: Tail, per: Per) -> list[Units]:
+    """The kinds of units of a tail, all of which a statistic takes in."""
+    if per == "example" or not tail.terms:
+        return [Units(tail, units_per_example(tail, 0, per))]
+    if per == "token":
+        places = range(len(tail.grads))
+        return [_contributions(tail, place, term) for place in places for term in tail.terms_of(place)]
+    return _groups(tail, int(per))
+
+
+def units_per_example(tail: Tail, place: int, per: Per) -> float:
+    """How many units, of all kinds, an example counts for in the gradient at this place of the tail."""
+    if per == "token":
+        return contributions(tail, place)
+    return 1 / per if isinstance(per, int) else 1
+
+
+def contributions(tail: Tail, place: int) -> int:
+    """M: how many contributions the gradient at this place adds up."""
+    return sum(term.contributions for term in tail.terms_of(place)) or 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """The program of one unit's gradients, cut: `backbone` makes what the tail starts from.
+
+    Its inputs are those of each unit, as many as `num_own`, then the constants of the tail.
+    """
+
+    program: ClosedJaxpr
+    num_own: int
+    backbone: tuple[JaxprEqn, ...]
+
+    @staticmethod
+    def tails(program: ClosedJaxpr, num_own: int, params: Sequence[int]) -> list[tuple[Tail, _Cut]]:
+        jaxpr = program.jaxpr
+        walk = Walk(jaxpr.eqns, jaxpr.invars[:num_own], jaxpr.outvars, ())
+        cuts = []
+        for tail in walk.tails(range(len(params)), params):
+            backbone = needed_equations(jaxpr.eqns, (*tail.factors, *tail.constants))
+            cuts.append((tail, _Cut(program, num_own, backbone)))
+        return cuts
+
+    def run(self, tail: Tail, own: Sequence[Any], constants: Sequence[Any]) -> Any:
+        """Factors and constants of the tail, from what the units have of their own [size, ...]."""
+
+        def one(own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            env = given(self.program, [*own, *constants])
+            evaluate(self.backbone, env)
+            return [env[v] for v in tail.factors], [env[v] for v in tail.constants]
+
+        return jax.vmap(one, out_axes=(0, None))(own)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups(Units):
+    cut: _Cut
+    members: int
+
+    def of(self, examples: Examples) -> Examples:
+        k, size = self.members, examples.size // self.members
+        w = examples.weights
+        if isinstance(w, jax.Array):
+            w = w.reshape(size, k)
+            weights: Weights = jnp.sum(w, axis=1)
+            shares = w / jnp.where(weights > 0, weights, 1)[:, None]
+        else:
+            weights, shares = w * k, jnp.full((size, k), 1 / k)
+        factors = [x.reshape(size, k, *x.shape[1:]) for x in examples.factors]
+        return Examples(size, weights, *self.cut.run(self.tail, [shares, *factors], examples.constants))
+
+
+def _groups(tail: Tail, k: int) -> list[Units]:
+    num_factors = len(tail.factors)
+
+    def gradients(shares: jax.Array, *inputs: Any) -> list[jax.Array]:
+        return tail.summed_gradients(inputs[:num_factors], inputs[num_factors:], shares, 1)
+
+    shares = jax.ShapeDtypeStruct((k,), jnp.result_type(float))
+    factors = [jax.ShapeDtypeStruct((k, *aval(v).shape), aval(v).dtype) for v in tail.factors]
+    program = inlined(gradients, shares, *factors, *_shapes(tail.constants))
+    cuts = _Cut.tails(program, 1 + num_factors, tail.params)
+    return [_Groups(unit, 1 / k, cut, k) for unit, cut in cuts]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contributions(Units):
+    cut: _Cut
+    whole: Tail
+    term: Term
+    total: int
+
+    def of(self, examples: Examples) -> Examples:
+        n, w = self.term.contributions, examples.weights
+        factors = examples.factors
+        if isinstance(w, jax.Array):  # what is not there may be NaN, which convolutions spread
+            factors = [weigh(x, jnp.not_equal(w, 0)) for x in factors]
+            w = jnp.repeat(w, n)
+        parts = self.term.split(self.whole.env(factors, examples.constants))
+        parts = [x.reshape(examples.size * n, *x.shape[2:]) for x in parts]
+        factors, constants = self.cut.run(self.tail, parts, examples.constants)
+        return Examples(examples.size * n, w / self.total, factors, constants)
+
+
+def _contributions(tail: Tail, place: int, term: Term) -> Units:
+    def parts(*inputs: Any) -> list[jax.Array]:
+        return term.split(tail.env(inputs[: len(tail.factors)], inputs[len(tail.factors) :]))
+
+    batch = [jax.ShapeDtypeStruct((1, *aval(v).shape), aval(v).dtype) for v in tail.factors]
+    own = [
+        jax.ShapeDtypeStruct(x.shape[2:], x.dtype)
+        for x in jax.eval_shape(parts, *batch, *_shapes(tail.constants))
+    ]
+    total = contributions(tail, place)
+
+    def gradients(*inputs: Any) -> list[jax.Array]:
+        env = dict(zip(tail.constants, inputs[len(own) :], strict=True))
+        contribution = term.contribution(inputs[: len(own)])
+        env[term.out] = contribution if total == 1 else contribution * total
+        return [_steps_of_one(tail, term, env)[place]]
+
+    program = inlined(gradients, *own, *_shapes(tail.constants))
+    program = ClosedJaxpr(drop_dead_code(program.jaxpr), program.consts)
+    ((unit, cut),) = _Cut.tails(program, len(own), [tail.params[place]])
+    return _Contributions(unit, term.contributions, cut, tail, term, total)
+
+
+def _steps_of_one(tail: Tail, term: Term, env: Env) -> list[jax.Array]:
+    """The tail's gradients with zeros for all terms but one, which are not added where they would be."""
+    zero: set[Var] = {other.out for other in tail.terms if other is not term}
+    env |= {v: jnp.zeros(aval(v).shape, aval(v).dtype) for v in zero}
+    for step in tail.steps:
+        others = [v for v in step.invars if not is_in(v, zero)]
+        if step.primitive in ADDITIONS and len(others) == 1:
+            env[step.outvars[0]] = widen(read(env, others[0]))
+            continue
+        evaluate_wide([step], env)
+        if STEPS[step.primitive].family != "mix" and is_in(tail.operand(step), zero):
+            zero |= set(step.outvars)
+    return [widen(read(env, g)) for g in tail.grads]
+
+
+def _shapes(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]

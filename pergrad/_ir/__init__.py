@@ -1,0 +1,36 @@
+"""TODO _ir."""
+
+from pergrad._ir import backend as backend
+from pergrad._ir import counts as counts
+from pergrad._ir.backend import Backend as Backend
+from pergrad._ir.conditional import take_branch as take_branch
+from pergrad._ir.conditional import take_by_example as take_by_example
+from pergrad._ir.counts import programs as programs
+from pergrad._ir.counts import size as size
+from pergrad._ir.dependence import evaluate_still as evaluate_still
+from pergrad._ir.dependence import is_in as is_in
+from pergrad._ir.dependence import needed_equations as needed_equations
+from pergrad._ir.dependence import variables as variables
+from pergrad._ir.dependence import varying as varying
+from pergrad._ir.devices import Devices as Devices
+from pergrad._ir.equations import Env as Env
+from pergrad._ir.equations import distinct as distinct
+from pergrad._ir.equations import evaluate as evaluate
+from pergrad._ir.equations import evaluate_wide as evaluate_wide
+from pergrad._ir.equations import given as given
+from pergrad._ir.equations import read as read
+from pergrad._ir.equations import rounds as rounds
+from pergrad._ir.loop import LOOPS as LOOPS
+from pergrad._ir.loop import Loop as Loop
+from pergrad._ir.numerics import Weights as Weights
+from pergrad._ir.numerics import accumulation_dtype as accumulation_dtype
+from pergrad._ir.numerics import added as added
+from pergrad._ir.numerics import product as product
+from pergrad._ir.numerics import total as total
+from pergrad._ir.numerics import weigh as weigh
+from pergrad._ir.numerics import weigh_factors as weigh_factors
+from pergrad._ir.numerics import weighted_sum as weighted_sum
+from pergrad._ir.numerics import wide as wide
+from pergrad._ir.numerics import widen as widen
+from pergrad._ir.primitives import ADDITIONS as ADDITIONS
+from pergrad._ir.primitives import ONE_TO_ONE as ONE_TO_ONE

@@ -1,0 +1,250 @@
+"""What equations cost: floating-point operations as XLA counts them, and memory.
+
+Operations: two for every multiplication and addition of a product, one for every number that an
+elementwise equation makes or a reduction reads, none for moving numbers. Transcendental functions are
+not counted, as XLA keeps them apart.
+
+Memory: XLA fuses elementwise equations into their consumers, so that only some variables are ever
+stored: those that an equation like a matrix product makes or reads, and those that are read more than
+once. A stored variable is kept until the last equation that reads it, directly or through fused ones.
+The peak over the program of what is kept is the estimate, good to a factor of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives as p
+
+from pergrad import _compat
+from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, aval
+
+
+def size(v: Atom) -> int:
+    return math.prod(aval(v).shape)
+
+
+def nbytes(v: Atom) -> int:
+    """Bytes of one array; typed PRNG keys count as their two words."""
+    return size(v) * getattr(aval(v).dtype, "itemsize", 8)
+
+
+def operations(eqns: Iterable[JaxprEqn]) -> float:
+    """Floating-point operations of these equations."""
+    return float(sum(OPERATIONS.get(eqn.primitive, _elementwise)(eqn) for eqn in eqns))
+
+
+def _elementwise(eqn: JaxprEqn) -> float:
+    inner = programs(eqn)
+    if inner:
+        times = eqn.params.get("length", 1)
+        return times * max(operations(jaxpr.eqns) for jaxpr in inner)
+    return sum(size(v) for v in eqn.outvars if jnp.issubdtype(aval(v).dtype, jnp.floating))
+
+
+def programs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs that an equation runs: a loop's step, the branches of a conditional."""
+    return [jaxpr for value in eqn.params.values() for jaxpr in _programs(value)]
+
+
+def _programs(value: Any) -> list[Jaxpr]:
+    if isinstance(value, ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, Jaxpr):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [jaxpr for x in value for jaxpr in _programs(x)]
+    return []
+
+
+def equations(eqns: Iterable[JaxprEqn]) -> int:
+    """How many equations run, those of a loop as often as it has steps."""
+    return sum(_equations_of(eqn) for eqn in eqns)
+
+
+def _equations_of(eqn: JaxprEqn) -> int:
+    inner = max((equations(jaxpr.eqns) for jaxpr in programs(eqn)), default=0)
+    return 1 + eqn.params.get("length", 1) * inner
+
+
+def _nothing(eqn: JaxprEqn) -> float:
+    return 0
+
+
+def _reduction(eqn: JaxprEqn) -> float:
+    return size(eqn.invars[0])
+
+
+def _product(eqn: JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    length = math.prod(aval(eqn.invars[0]).shape[a] for a in contracted)
+    return 2 * size(eqn.outvars[0]) * length
+
+
+def _convolution(eqn: JaxprEqn) -> float:
+    lhs, rhs = (aval(v).shape for v in eqn.invars)
+    out, params = aval(eqn.outvars[0]).shape, eqn.params
+    (_, _, *xs), (o, i, *ks), (n, _, *ps) = params["dimension_numbers"]
+    axes = zip(
+        (lhs[a] for a in xs),
+        params["lhs_dilation"],
+        (low for low, _ in params["padding"]),
+        zip(params["window_strides"], (out[a] for a in ps), strict=True),
+        zip(params["rhs_dilation"], (rhs[a] for a in ks), strict=True),
+        strict=True,
+    )
+    return 2 * out[n] * rhs[o] * rhs[i] * math.prod(_meetings(*axis) for axis in axes)
+
+
+def _meetings(length: int, dilation: int, low: int, *steps: tuple[int, int]) -> int:
+    """How often a kernel meets an entry of its operand along one axis, not padding and not a hole.
+
+    Position p of the result and k of the kernel meet at s p + d k - low; `steps` are s and d, each with
+    the number of its positions.
+    """
+    (s, few), (d, many) = sorted(steps, key=lambda step: step[1])
+    found = 0
+    for start in s * np.arange(few) - low:
+        entry, hole = np.divmod(start + d * np.arange(many), dilation)
+        found += int(np.count_nonzero((entry >= 0) & (entry < length) & (hole == 0)))
+    return found
+
+
+def _ragged_product(eqn: JaxprEqn) -> float:
+    # As many dense products as there are groups, which is what runs on the CPU.
+    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    length = math.prod(aval(eqn.invars[0]).shape[a] for a in contracted)
+    shares_out = len(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions) > 0
+    groups = aval(eqn.invars[2]).shape[-1] if shares_out else 1
+    return 2 * groups * size(eqn.outvars[0]) * length
+
+
+def _updates(eqn: JaxprEqn) -> float:
+    return size(eqn.invars[2])
+
+
+OPERATIONS: dict[Primitive, Callable[[JaxprEqn], float]] = {
+    p.dot_general_p: _product,
+    p.conv_general_dilated_p: _convolution,
+    p.scatter_add_p: _updates,
+    _compat.ragged_dot_general_p: _ragged_product,
+    **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.cumsum_p], _reduction),
+}
+
+
+CONVOLUTIONS = (p.conv_general_dilated_p,)
+
+
+MOVES = (
+    p.broadcast_in_dim_p,
+    p.concatenate_p,
+    p.convert_element_type_p,
+    p.copy_p,
+    p.dynamic_slice_p,
+    p.dynamic_update_slice_p,
+    p.gather_p,
+    p.iota_p,
+    p.pad_p,
+    p.reshape_p,
+    p.rev_p,
+    p.slice_p,
+    p.squeeze_p,
+    p.stop_gradient_p,
+    p.transpose_p,
+    _compat.name_p,
+    _compat.sharding_constraint_p,
+    _compat.optimization_barrier_p,
+)
+
+
+TRANSCENDENTAL = (
+    *(p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.logistic_p, p.tanh_p, p.erf_p),
+    *(p.sin_p, p.cos_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p),
+)
+
+
+OPERATIONS |= dict.fromkeys([*MOVES, *TRANSCENDENTAL], _nothing)
+
+
+def peak_bytes_of(jaxpr: Jaxpr) -> float:
+    """The most bytes that a program keeps at one time, beside its inputs."""
+
+    def inside(eqn: JaxprEqn) -> float:
+        return max(map(peak_bytes_of, programs(eqn)), default=0)
+
+    return peak_bytes(jaxpr.eqns, nbytes, lambda v: True, inside)
+
+
+def peak_bytes(
+    eqns: Sequence[JaxprEqn],
+    nbytes_of: Callable[[Var], float],
+    temporary: Callable[[Var], bool],
+    inside: Callable[[JaxprEqn], float],
+) -> float:
+    """The most bytes that are kept at one time.
+
+    `temporary` says which variables count, `inside` what an equation takes while it runs.
+    """
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                readers.setdefault(v, []).append(eqn)
+
+    def is_stored(v: Var, eqn: JaxprEqn) -> bool:
+        read_by = readers.get(v, [])
+        if all(isinstance(operand, Literal) for operand in eqn.invars):
+            return False  # a constant
+        return (
+            eqn.primitive in STORING
+            or len(read_by) > 1
+            or any(reader.primitive in OPAQUE for reader in read_by)
+        )
+
+    # What is kept in the end to compute a variable: itself if it is stored, or what it is fused from.
+    kept_for: dict[Var, frozenset[Var]] = {}
+    made_at: dict[Var, int] = {}
+    last_read: dict[Var, int] = {}
+    for i, eqn in enumerate(eqns):
+        needs = frozenset().union(
+            *(kept_for.get(v, frozenset()) for v in eqn.invars if not isinstance(v, Literal))
+        )
+        stored = [v for v in eqn.outvars if is_stored(v, eqn)]
+        kept_for |= {v: frozenset({v}) if v in stored else needs for v in eqn.outvars}
+        if stored:
+            made_at |= dict.fromkeys(stored, i)
+            last_read |= dict.fromkeys(needs, i)
+
+    events = []
+    for v, at in made_at.items():
+        if temporary(v):
+            events.append((at, 0, nbytes_of(v)))
+            events.append((last_read.get(v, at), 2, -nbytes_of(v)))
+    for i, eqn in enumerate(eqns):
+        events += [(i, 1, inside(eqn)), (i, 2, -inside(eqn))]
+    kept = most = 0.0
+    for _, _, change in sorted(events):
+        kept += change
+        most = max(most, kept)
+    return most
+
+
+# These read from memory and write to memory; a reduction takes what is fused into it.
+OPAQUE = frozenset(
+    (
+        _compat.ragged_dot_general_p,
+        p.dot_general_p,
+        p.conv_general_dilated_p,
+        p.scatter_add_p,
+        p.sort_p,
+        p.cumsum_p,
+        p.scan_p,
+    )
+)
+
+
+STORING = OPAQUE | {p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.gather_p}

@@ -1,0 +1,59 @@
+"""TODO _ir.equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import primitives
+
+from pergrad import _compat
+from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
+from pergrad._ir.numerics import widen
+
+Env = dict[Var, Any]
+
+
+def distinct(atoms: Iterable[Atom]) -> tuple[Var, ...]:
+    """The variables among these, each once."""
+    return tuple(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
+
+
+def given(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
+    """What a program starts from: its constants and its inputs."""
+    names = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    return dict(zip(names, [*program.consts, *args], strict=True))
+
+
+def read(env: Env, atom: Atom) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def evaluate(eqns: Sequence[JaxprEqn], env: Env) -> None:
+    """Runs the equations in order and adds their results to `env`."""
+    for eqn in eqns:
+        outs = _compat.bind(eqn, [read(env, v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def evaluate_wide(eqns: Sequence[JaxprEqn], env: Env) -> None:
+    """As `evaluate`, with every half-precision number widened to float32 and no cast back."""
+    for eqn in eqns:
+        args = [widen(read(env, v)) for v in eqn.invars]
+        is_cast = eqn.primitive is primitives.convert_element_type_p
+        outs = args if is_cast and _narrows(eqn, args[0]) else _compat.bind(eqn, args)
+        env.update(zip(eqn.outvars, [widen(x) for x in outs], strict=True))
+
+
+def rounds(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a cast from float64 to float32."""
+    return (
+        eqn.primitive is primitives.convert_element_type_p
+        and jnp.finfo(eqn.params["new_dtype"]).bits == 32
+        and jnp.finfo(aval(eqn.invars[0]).dtype).bits == 64
+    )
+
+
+def _narrows(eqn: JaxprEqn, x: Any) -> bool:
+    return jnp.finfo(eqn.params["new_dtype"]).bits < jnp.finfo(jnp.result_type(x)).bits

@@ -1,0 +1,178 @@
+"""The table of a plan: as text of at most 80 columns, and as HTML for notebooks.
+
+Paths of parameters are long, and many begin alike. Where a path does not fit into its row, its beginning
+stands on a line above all rows that share it, and joined they are the path:
+
+    parameter     shape   term     strategy     ops    x grad  memory  why
+    ------------  ------  -------  -----------  -----  ------  ------  ---
+    ['params']['Dense_0']
+      ['bias']    64      sum      materialise  3.07k  -       2.05kB  1
+      ['kernel']  256x64  product  streamed:4   9.18M  1.09    262kB   2
+
+Many rows share a reason, which is long: reasons are numbered and stand below the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+WIDTH = 80
+
+
+GAP = "  "
+
+
+INDENT = "  "
+
+
+HEAD = ("parameter", "shape", "term", "strategy", "ops", "x grad", "memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One parameter's line in the table. Operations and bytes are for the examples of a device."""
+
+    path: str
+    shape: tuple[int, ...]
+    kind: str
+    strategy: str
+    operations: float
+    plain_operations: float
+    bytes: float
+    reason: str
+
+    def cells(self) -> list[str]:
+        """All but the reason, as `HEAD` names them."""
+        return [
+            self.path,
+            "x".join(map(str, self.shape)) or "scalar",
+            self.kind,
+            self.strategy,
+            short(self.operations),
+            ratio(self.operations, self.plain_operations),
+            short(self.bytes) + "B",
+        ]
+
+
+def as_text(rows: Sequence[Row], totals: Sequence[str]) -> str:
+    """Of all layouts that fit, the one with the fewest lines; if none does, the narrowest."""
+    reasons = list(dict.fromkeys(row.reason for row in rows))
+    numbers = [str(1 + reasons.index(row.reason)) for row in rows]
+    most = max(len(keys_of(row.path)) for row in rows)
+    layouts = [
+        _layout(rows, numbers, keys, wrapped)
+        for wrapped in (False, True)
+        for keys in range(most, -1, -1)
+    ]
+    fitting = [lines for lines in layouts if max(map(len, lines)) <= WIDTH]
+    table = min(fitting, key=len) if fitting else layouts[-1]
+    return "\n".join([*table, "", *_notes(reasons), "", *totals])
+
+
+def as_html(rows: Sequence[Row], totals: Sequence[str]) -> str:
+    """A table with whole paths and reasons: a page is wide enough, or is scrolled."""
+
+    style = "text-align: left; vertical-align: top"
+
+    def line(tag: str, cells: Iterable[str]) -> str:
+        *short_ones, why = (html.escape(cell) for cell in cells)
+        made = [f'<{tag} style="{style}; white-space: nowrap">{cell}</{tag}>' for cell in short_ones]
+        return f'<tr>{"".join(made)}<{tag} style="{style}">{why}</{tag}></tr>'
+
+    head = line("th", (*HEAD, "why"))
+    body = "\n".join(line("td", [*row.cells(), row.reason]) for row in rows)
+    below = "<br>\n".join(map(html.escape, totals))
+    return f"<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{below}</p>"
+
+
+def _layout(rows: Sequence[Row], numbers: Sequence[str], keys: int, wrapped: bool) -> list[str]:
+    """The table with the last `keys` keys of every path in its row.
+
+    If it is `wrapped`, the terms and the strategies of a row stand below each other.
+    """
+    above, body = [], []
+    for row, number in zip(rows, numbers, strict=True):
+        group, own = _split(row.path, keys)
+        cells = [[cell] for cell in (*row.cells(), number)]
+        cells[0] = [INDENT + own if group else own]
+        if wrapped:
+            cells[2], cells[3] = _words(row.kind, " + "), _words(row.strategy, ", ")
+        above.append(group)
+        body.append(cells)
+    head = [[name] for name in (*HEAD, "why")]
+    columns = zip(head, *body, strict=True)
+    widths = [max(len(text) for cell in column for text in cell) for column in columns]
+    lines = [*_lines(head, widths), *_lines([["-" * width] for width in widths], widths)]
+    for group, members in itertools.groupby(zip(above, body, strict=True), key=lambda pair: pair[0]):
+        lines += _broken(group)
+        for _, cells in members:
+            lines += _lines(cells, widths)
+    return lines
+
+
+def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """One row; a cell may have several lines."""
+    return [
+        GAP.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in itertools.zip_longest(*cells, fillvalue="")
+    ]
+
+
+def _words(text: str, separator: str) -> list[str]:
+    *others, last = text.split(separator)
+    return [*(word + separator.rstrip() for word in others), last]
+
+
+def _broken(path: str) -> list[str]:
+    """A path on as many lines as it needs."""
+    lines = []
+    for key in keys_of(path):
+        if lines and len(lines[-1] + key) <= WIDTH:
+            lines[-1] += key
+        else:
+            lines.append(key)
+    return lines
+
+
+def _notes(reasons: Sequence[str]) -> list[str]:
+    width = len(str(len(reasons)))
+    return ["why"] + [
+        line
+        for number, reason in enumerate(reasons, 1)
+        for line in textwrap.wrap(
+            reason,
+            WIDTH,
+            initial_indent=f"{INDENT}{number:>{width}}{GAP}",
+            subsequent_indent=" " * (len(INDENT) + width + len(GAP)),
+            break_on_hyphens=False,
+        )
+    ]
+
+
+def _split(path: str, keys: int) -> tuple[str, str]:
+    """A path without its last keys, and these."""
+    own = keys_of(path)
+    place = max(0, len(own) - keys)
+    return "".join(own[:place]), "".join(own[place:])
+
+
+def keys_of(path: str) -> list[str]:
+    """A path in pieces: its keys `['a']`, `[0]` and `.b`, and what else there may be."""
+    return re.findall(r"""\['.*?'\]|\[".*?"\]|\[[^'"\]]*\]|\.\w+|[^.\[]+|.""", path, re.DOTALL)
+
+
+def short(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}P"
+
+
+def ratio(number: float, plain: float) -> str:
+    return f"{number / plain:.2f}" if plain else "-"

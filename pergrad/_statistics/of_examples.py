@@ -1,0 +1,312 @@
+"""Statistics of an example's whole gradient: norms, clipped means, inner products, factors.
+
+Each is made of leaves, one for every parameter, of which most are sums over parameters:
+
+    ||g_i||^2 = sum over parameters of ||g_i||^2,     <g_i, v> and <g_i, g_j> alike.
+
+A clipped mean needs every norm before its first sum. It takes no second backward pass: once the norms
+are there, it is a mean with other weights, w_i phi(min(1, C / ||g_i||)), over factors that are still
+there.
+
+Squares are kept in float32 at least (float64 for float64 gradients). A norm below 1e-19 or above 1e19 is
+0 or infinite in float32, as its square is, by every strategy: what a gradient is made of may be larger
+or smaller. A gradient that is not finite has a norm that is infinite or NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._errors import ArgumentError
+from pergrad._ir import wide
+from pergrad._statistics.base import LeafStatistic, Merging, Reading, Statistic, name_of
+from pergrad._statistics.of_parameters import Mean, Phi
+
+Where = Callable[[str], bool]
+
+
+By = Literal["all", "leaf"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredNorm(Reading):
+    """`||g||^2` of one parameter's gradient."""
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return jnp.sum(jnp.square(wide(g)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection(Reading):
+    """`<g, v>` of one parameter's gradient; `v` is given."""
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return jnp.sum(wide(g) * given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(LeafStatistic):
+    """`<g_i, g_j>` of one parameter's gradients, [B, B]."""
+
+    def of_all(self, own: jax.Array, gs: jax.Array) -> jax.Array:
+        own, gs = (wide(x).reshape(len(x), -1) for x in (own, gs))
+        return own @ gs.T
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved(LeafStatistic):
+    """The factors of one parameter's gradients, `FactorPair` or None."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Selecting(Statistic):
+    """A statistic of the parameters that `where` selects by their path."""
+
+    def __repr__(self) -> str:
+        fields = [(f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        given = (f"{name}={value!r}" for name, default, value in fields if value != default)
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def _check_where(self, where: Any) -> None:
+        if where is not None and not callable(where):
+            raise ArgumentError(
+                f"{type(self).__name__}: where must be a function of a parameter's path, a string such "
+                f"as \"['block']['w']\", that returns True or False; not {where!r}."
+            )
+
+
+def added_up(leaves: Sequence[Any]) -> jax.Array:
+    """The sum of what there is."""
+    return functools.reduce(jnp.add, [x for x in leaves if x is not None])
+
+
+def root(square: jax.Array) -> jax.Array:
+    """The square root; its derivative at 0 is taken to be 0."""
+    is_zero = square == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
+
+
+def _check_by(statistic: Statistic, by: Any) -> None:
+    if by not in get_args(By):
+        name = type(statistic).__name__
+        raise ArgumentError(f"{name}: by must be 'all' or 'leaf' (each parameter alone), not {by!r}.")
+
+
+def selects(statistic: Statistic, path: str) -> bool:
+    """Whether a statistic looks at the parameter at `path`."""
+    where = getattr(statistic, "where", None)
+    return where is None or bool(where(path))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Norm(_Selecting):
+    """The l2 norm of each example's gradient, shape [B]. Example weights do not change it.
+
+    Args:
+      by: `"all"`: one norm, of all parameters together. `"leaf"`: one norm for each parameter, in a tree
+        like the parameters.
+      where: a function of a parameter's path, which is a string such as `['Dense_0']['kernel']`;
+        `explain` shows all paths. Only the parameters for which it returns True are looked at. With
+        `by="leaf"` the others have None.
+
+    >>> loss = lambda p, x: jnp.mean(p["w"] * x + p["b"])
+    >>> params = {"w": jnp.float32(1), "b": jnp.float32(1)}
+    >>> pg.grad_stats(loss, pg.Norm())(params, jnp.array([0.0, 1.0, 3.0]))
+    Array([1.       , 1.4142135, 3.1622777], dtype=float32)
+    >>> pg.grad_stats(loss, pg.Norm(where=lambda path: "w" in path))(params, jnp.array([0.0, 1.0, 3.0]))
+    Array([0., 1., 3.], dtype=float32)
+    """
+
+    by: By = "all"
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        _check_by(self, self.by)
+        self._check_where(self.where)
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (SquaredNorm(),) if selects(self, path) else ()
+
+    def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
+        if self.by == "all":
+            return root(added_up(leaves))
+        return tree([square if square is None else root(square) for square in leaves])
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Gram(_Selecting):
+    """The inner products `<g_i, g_j>` of the examples' gradients, [B, B]. Weights do not change them.
+
+    `where` selects parameters as in `Norm`. The inputs and residuals of the layers of these parameters
+    are kept in memory until all microbatches have been through the model.
+
+    >>> loss = lambda w, x: jnp.mean(x @ w)
+    >>> pg.grad_stats(loss, pg.Gram())(jnp.ones(2), jnp.array([[1.0, 0.0], [3.0, 4.0]]))
+    Array([[ 1.,  3.],
+           [ 3., 25.]], dtype=float32)
+    """
+
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        self._check_where(self.where)
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (Pairs(),) if selects(self, path) else ()
+
+    def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
+        return added_up(leaves)
+
+    @property
+    def merging(self) -> Merging:
+        raise ArgumentError(
+            f"{self!r} cannot be combined: inner products between the examples of two batches are in "
+            "the results of neither. Use it on one batch; with microbatch_size that may be large."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot(Statistic):
+    """The inner product `<g_i, v>` of each example's gradient with a direction, shape [B].
+
+    The direction is given at the call, as `direction=`: a tree like the parameters.
+
+    >>> loss = lambda w, x: jnp.mean(x @ w)
+    >>> pg.grad_stats(loss, pg.Dot())(jnp.ones(2), jnp.eye(2), direction=jnp.array([5.0, 7.0]))
+    Array([5., 7.], dtype=float32)
+    """
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (Projection(),)
+
+    def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
+        return added_up(leaves)
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class ClippedMean(Mean):
+    """`sum_i w_i phi(c_i g_i) / sum_i w_i` with `c_i = min(1, max_norm / ||g_i||)`: clipped gradients.
+
+    Without `phi` it is the mean of the clipped gradients, shaped and typed like the parameters: multiply
+    it by the number of examples to have the sum. With a `max_norm` of 0 the result is 0, and with
+    infinity nothing is clipped. An example whose norm is not finite makes the result NaN, unless its
+    weight is 0.
+
+    Args:
+      max_norm: a gradient with a larger norm is scaled down to this one.
+      by: `"all"`: an example's gradient is clipped as a whole, by its norm over all parameters.
+        `"leaf"`: the gradient of each parameter is clipped by its own norm.
+      phi: None, or one of the functions that `Mean` knows to be factorable, such as `jnp.square`.
+
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, pg.ClippedMean(2.0))(jnp.float32(1), jnp.array([1.0, 5.0]))
+    Array(1.5, dtype=float32)
+    """
+
+    max_norm: float = math.inf
+    by: By = "all"
+
+    def __init__(self, max_norm: float, by: By = "all", *, phi: Phi = None) -> None:
+        _check_by(self, by)
+        is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
+        if not is_number or not max_norm >= 0:
+            raise ArgumentError(
+                "ClippedMean: max_norm must be a number of at least 0, known when the function is made, "
+                f"not {max_norm!r}."
+            )
+        if not Mean(phi).is_factorable:
+            raise ArgumentError(
+                f"ClippedMean: phi must be jnp.square, jnp.abs, jnp.sign or pg.power(p), not {phi!r}."
+            )
+        object.__setattr__(self, "phi", phi)
+        object.__setattr__(self, "max_norm", float(max_norm))
+        object.__setattr__(self, "by", by)
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (SquaredNorm(), self)
+
+    @property
+    def in_parts(self) -> bool:
+        return False
+
+    def weight(self, squared_norm: jax.Array) -> jax.Array:
+        """phi(c), since phi(c g) = phi(c) phi(g). c is 1 for a gradient of zeros, NaN for one that is
+        not finite."""
+        norm = root(squared_norm)
+        c = jnp.where(norm > self.max_norm, self.max_norm / jnp.where(norm > 0, norm, 1), 1)
+        return self.apply(jnp.where(jnp.isfinite(norm), c, jnp.nan))
+
+    def __repr__(self) -> str:
+        by = "" if self.by == "all" else f", by={self.by!r}"
+        return (
+            f"ClippedMean({self.max_norm}{by}{'' if self.phi is None else f', phi={name_of(self.phi)}'})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Factors(_Selecting):
+    """What a parameter's gradients are made of: the saved inputs and residuals of its layer.
+
+    The result is a tree like the parameters. It has a `FactorPair` for every parameter whose gradient is
+    a sum of outer products over positions, such as the weights of dense layers and convolutions, and
+    None for every other parameter. `where` selects parameters as in `Norm`.
+
+    >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    >>> pair = pg.grad_stats(loss, pg.Factors())(jnp.ones((3, 2)), jnp.ones((8, 3)))
+    >>> pair.inputs.shape, pair.residuals.shape
+    ((8, 1, 3), (8, 1, 2))
+    """
+
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        self._check_where(self.where)
+
+    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
+        return (Saved(),) if selects(self, path) else ()
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss(Statistic):
+    """Each example's loss, shape [B]. Example weights do not change it."""
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.JOINED
+
+
+@dataclasses.dataclass(frozen=True)
+class Count(Statistic):
+    """The number of examples; with example weights it is the sum of the weights."""
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.ADDED

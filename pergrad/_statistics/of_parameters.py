@@ -1,0 +1,358 @@
+"""TODO _statistics.of_parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pergrad._errors import ArgumentError
+from pergrad._ir import Devices, Weights, accumulation_dtype, added, total, weigh, weighted_sum
+from pergrad._statistics.base import (
+    Accumulator,
+    Merging,
+    Per,
+    Reading,
+    Shaped,
+    State,
+    checked_per,
+    name_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Power:
+    """`g ** p` for a whole `p`, else `|g| ** p`. Made by `power`."""
+
+    p: int | float
+
+    def __call__(self, g: jax.Array) -> jax.Array:
+        return lax.integer_pow(g, self.p) if isinstance(self.p, int) else jnp.abs(g) ** self.p
+
+    def __repr__(self) -> str:
+        return f"power({self.p})"
+
+
+def power(p: int | float) -> Power:
+    """The function `g -> g ** p` for `Mean`, known to be factorable.
+
+    A whole `p` keeps the sign of odd powers; for any other `p` it is `|g| ** p`. `p` must be positive.
+
+    >>> pg.power(3)(jnp.array([-2.0, 1.0]))
+    Array([-8.,  1.], dtype=float32)
+    """
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p < math.inf:
+        raise ArgumentError(f"power needs a positive, finite number, not {p!r}.")
+    return Power(int(p) if float(p).is_integer() else p)
+
+
+Phi = Callable[[jax.Array], jax.Array] | None
+
+
+# What is known to be factorable, and its degree.
+FACTORABLE = ((jnp.square, 2), (jnp.abs, 1), (jnp.absolute, 1), (jnp.sign, 0))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mean(Accumulator):
+    """`E[phi(g)]`, the mean over the examples of an elementwise function of their gradients.
+
+    The result is shaped like the parameters. Without `phi` it is the mean gradient, what `jax.grad`
+    returns. `phi` sees the gradient in at least float32.
+
+    `phi(g)` has the range of its dtype: in float32 a square is 0 for a `g` below 1e-19, and infinite for
+    one above 1e19. NaN and infinities are not hidden: an example whose gradient is NaN makes the mean
+    NaN, unless its weight is 0. For `jnp.sign` that may take in further entries of the same row or
+    column, if a gradient is both infinite and NaN there.
+
+    Args:
+      phi: an elementwise function, or None for the identity.
+      per: what one unit is. `"example"`; a number k for groups of k neighbouring examples, whose
+        gradient is their mean; `"token"` for every single contribution to a sum over positions, times
+        the number of contributions, so that their mean is the example's gradient. A gradient that is
+        not a sum over positions is one contribution.
+      factorable: whether `phi(a * b) == phi(a) * phi(b)` for all numbers, which allows a cheaper
+        strategy. Known for `jnp.square`, `jnp.abs`, `jnp.sign` and `pg.power(p)`. If `phi` does
+        not have this property, `factorable=True` gives wrong results.
+
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, pg.Mean(jnp.square))(jnp.float32(1), jnp.array([1.0, 3.0]))
+    Array(5., dtype=float32)
+    """
+
+    phi: Phi = None
+    _: dataclasses.KW_ONLY
+    per: Per = "example"
+    factorable: bool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per", checked_per(self.per))
+        if self.phi is not None and not callable(self.phi):
+            raise ArgumentError(
+                f"phi must be an elementwise function such as jnp.square, not {self.phi!r}."
+            )
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    @property
+    def merging(self) -> Merging:
+        return Merging.WEIGHED
+
+    @property
+    def is_sum(self) -> bool:
+        return self.phi is None
+
+    @property
+    def is_factorable(self) -> bool:
+        return self.degree is not None if self.factorable is None else self.factorable
+
+    @property
+    def degree(self) -> float | None:
+        """The p for which `phi(g)` is `|g| ** p` but for the sign; None if it is not known."""
+        if self.phi is None:
+            return 1
+        if isinstance(self.phi, Power):
+            return self.phi.p
+        return next((degree for known, degree in FACTORABLE if self.phi is known), None)
+
+    def apply(self, g: jax.Array) -> jax.Array:
+        """`phi(g)` in the dtype that sums are kept in."""
+        dtype = accumulation_dtype(g.dtype)
+        g = g.astype(dtype)
+        if self.phi is None:
+            return g
+        out = self.phi(g)
+        if jnp.shape(out) != g.shape:
+            raise ArgumentError(
+                f"{self!r}: phi must be elementwise, but it turned the shape {g.shape} into "
+                f"{jnp.shape(out)}. For other reductions use pg.Fold."
+            )
+        return jnp.asarray(out).astype(dtype)
+
+    def init(self, like: Shaped) -> State:
+        return lax.full(like.shape, 0, accumulation_dtype(like.dtype))
+
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
+        return added(state, weigh(self.apply(g), w))
+
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
+        gs = self.apply(gs)
+        if self.phi is not None:  # which passes over all of them: there the weight costs nothing
+            gs, w = weigh(gs, w), 1.0
+        return added(state, weighted_sum(gs, w))
+
+    def part_of_all(self, state: State, devices: Devices) -> State:
+        return state
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        return state.astype(like.dtype) if self.phi is None else state
+
+    def __repr__(self) -> str:
+        phi = "" if self.phi is None else name_of(self.phi)
+        said = "" if self.factorable is None else f"factorable={self.factorable}"
+        return f"Mean({', '.join(filter(None, [phi, _per_of(self), said]))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Variance(Accumulator):
+    """The unbiased variance of each coordinate over the examples, `sum (g - mean)^2 / (count - 1)`.
+
+    Shaped like the parameters, never negative, and accurate when the mean is 10^4 times the
+    deviation: every gradient is centred before it is squared (Welford 1962), and groups are merged by
+    their means (Chan, Golub and LeVeque 1979).
+
+    One example has no variance. A batch of one is refused; so are weights that add up to 1 or less,
+    where they can be seen. Under `jit` they cannot, and there the result is NaN.
+
+    `per` says what one unit is, as for `Mean`; the count is then that of the units: a k-th of the
+    examples for groups of k, the examples times the contributions of each for `"token"`.
+
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, pg.Variance())(jnp.float32(1), jnp.array([1.0, 3.0]))
+    Array(2., dtype=float32)
+    """
+
+    _: dataclasses.KW_ONLY
+    per: Per = "example"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per", checked_per(self.per))
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    @property
+    def merging(self) -> Merging:
+        if self.per == "token":
+            raise ArgumentError(
+                f"{self!r} cannot be combined: how many contributions each parameter has is not in the "
+                "result. Combine pg.Mean(jnp.square, per='token') and pg.Mean() instead."
+            )
+        return Merging.CENTRED
+
+    def init(self, like: Shaped) -> State:
+        dtype = accumulation_dtype(like.dtype)
+        zeros = jnp.zeros(like.shape, dtype)
+        return jnp.zeros((), dtype), zeros, zeros
+
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
+        # A group of one: share' = share + w,  d = g - mean,  mean' = mean + d w / share'
+        # M2' = M2 + d^2 w share / share', which is M2 + w d (g - mean') and cannot be negative
+        share, mean, m2 = state
+        w = jnp.asarray(w, mean.dtype)
+        of_g = w / _positive(share + w)
+        d = g.astype(mean.dtype) - mean
+        return share + w, mean + weigh(d, of_g), m2 + weigh(jnp.square(d), of_g * share)
+
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
+        gs = gs.astype(state[1].dtype)
+        share = jnp.asarray(total(w, gs.shape[0]), gs.dtype)
+        mean = self.mean_of(weighted_sum(gs, w), share)
+        m2 = weighted_sum(jnp.square(gs - mean[None]), w)
+        return self.merge(state, (share, mean, m2))
+
+    @staticmethod
+    def mean_of(weighted: jax.Array, share: jax.Array) -> jax.Array:
+        """The mean of a group, from the sum of w g and that of w; 0 if nothing has any weight."""
+        return weighted / _positive(share)
+
+    def merge(self, a: State, b: State) -> State:
+        # share = s_a + s_b,  d = mean_b - mean_a,  mean = mean_a + d s_b / share
+        # M2    = M2_a + M2_b + d^2 s_a s_b / share
+        (s_a, mean_a, m2_a), (s_b, mean_b, m2_b) = a, b
+        share = s_a + s_b
+        of_b = s_b / _positive(share)
+        d = mean_b - mean_a
+        return share, mean_a + d * of_b, m2_a + m2_b + jnp.square(d) * (s_a * of_b)
+
+    def part_of_all(self, state: State, devices: Devices) -> State:
+        # share = sum s,  mean = sum s mean_s / share,  M2 = sum (M2_s + s (mean_s - mean)^2)
+        s, mean_s, m2_s = state
+        share = devices.add(s)
+        over = _positive(share).reshape(s.shape + (1,) * (mean_s.ndim - s.ndim))
+        mean = devices.add(weigh(mean_s, s)) / over
+        return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        _, _, m2 = state
+        count = count.astype(m2.dtype)
+        return m2 * jnp.where(count > 1, count / (count - 1), jnp.nan)
+
+    def __repr__(self) -> str:
+        return f"Variance({_per_of(self)})"
+
+
+def _per_of(statistic: Mean | Variance) -> str:
+    return "" if statistic.per == "example" else f"per={statistic.per!r}"
+
+
+def _positive(share: jax.Array) -> jax.Array:
+    """`share`, or 1 where it is 0, to divide by."""
+    return jnp.where(share > 0, share, jnp.ones_like(share))
+
+
+@dataclasses.dataclass(frozen=True)
+class Individual(Reading):
+    """The gradients themselves, with the example axis in front. Example weights do not change them."""
+
+    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return g
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fold(Accumulator):
+    """Any reduction of a parameter's per-example gradients, in the order of the batch.
+
+    `init(zeros)` makes a parameter's state from zeros like it, `update(state, gradient)` takes in one
+    example's gradient, `finish(state)` makes the result, by default the state itself. An example of
+    weight 0 is passed over; any other weight counts as one.
+
+    On several devices (`spmd_axis_name`) each device takes in its own examples, and `merge(a, b)` joins
+    the state `a` of some examples and the state `b` of the examples that follow them. To merge with a
+    state that `init` has just made must change nothing. Without `merge` several devices are refused.
+
+    >>> largest = pg.Fold(jnp.zeros_like, lambda s, g: jnp.maximum(s, jnp.abs(g)))
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> pg.grad_stats(loss, largest)(jnp.float32(1), jnp.array([1.0, -3.0]))
+    Array(3., dtype=float32)
+    """
+
+    init_state: Callable[[jax.Array], Any]
+    update: Callable[[Any, jax.Array], Any]
+    finish_state: Callable[[Any], Any] | None = None
+    merge: Callable[[Any, Any], Any] | None = None
+
+    def __init__(
+        self,
+        init: Callable[[jax.Array], Any],
+        update: Callable[[Any, jax.Array], Any],
+        finish: Callable[[Any], Any] | None = None,
+        *,
+        merge: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        functions = {"init": init, "update": update, "finish": finish, "merge": merge}
+        for name, function in functions.items():
+            if not callable(function) and not (name in ("finish", "merge") and function is None):
+                raise ArgumentError(f"Fold: {name} must be a function, not {function!r}.")
+        object.__setattr__(self, "init_state", init)
+        object.__setattr__(self, "update", update)
+        object.__setattr__(self, "finish_state", finish)
+        object.__setattr__(self, "merge", merge)
+
+    @property
+    def merging(self) -> Merging:
+        raise ArgumentError(
+            f"{self!r} cannot be combined: its results are finished, and states are not known any more. "
+            "Use it on one batch, which may be large: with microbatch_size, or on several devices."
+        )
+
+    def init(self, like: Shaped) -> State:
+        state = self.init_state(jnp.zeros(like.shape, like.dtype))
+        return jax.tree.map(jnp.asarray, state)
+
+    def add(self, state: State, g: jax.Array, w: Weights) -> State:
+        new = self._checked("update", self.update(state, g), state)
+        if not isinstance(w, jax.Array):
+            return new
+        return jax.tree.map(lambda n, s: jnp.where(w > 0, n, s), new, state)
+
+    def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
+        if not isinstance(w, jax.Array):
+            return lax.scan(lambda s, g: (self.add(s, g, w), None), state, gs)[0]
+        return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
+
+    def part_of_all(self, state: State, devices: Devices) -> State:
+        merge = self.merge
+        if merge is None:
+            raise ArgumentError(
+                f"{self!r} cannot be used with spmd_axis_name: how the states of two devices are merged "
+                "is not known. Give it a `merge`, a function of two states, or leave spmd_axis_name out."
+            )
+        return devices.merge(lambda a, b: self._checked("merge", merge(a, b), a), state)
+
+    def _checked(self, who: str, new: Any, old: Any) -> Any:
+        """The new state, if it is like the old one."""
+        old_types, new_types = (
+            jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (old, new)
+        )
+        if old_types != new_types:
+            raise ArgumentError(
+                f"Fold: {who} must return a state like the one that init made, of the same tree, "
+                f"shapes and dtypes. init: {old_types}; {who}: {new_types}."
+            )
+        return new
+
+    def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
+        return state if self.finish_state is None else self.finish_state(state)
+
+    def __repr__(self) -> str:
+        functions = (self.init_state, self.update, self.finish_state)
+        return f"Fold({', '.join(name_of(f) for f in functions if f is not None)})"

@@ -1,0 +1,79 @@
+"""One more matrix product for every statistic E[phi(g)] with phi(ab) = phi(a) phi(b).
+
+The tail must be one outer product g = x d^T per example, followed by steps that only move entries or
+multiply them by numbers. Then
+
+    sum_i w_i phi(g_i) = sum_i w_i phi(x_i) phi(d_i)^T = phi(X)^T diag(w) phi(D),
+
+a product over the examples, and phi(c g) = phi(c) phi(g) for a number c.
+
+In floats that needs care, by the degree p of phi, |phi(g)| = |g|^p. For p > 1 phi of a factor may
+overflow or vanish where phi(g) does not: the factors are balanced first (`Product.balanced`). For p = 0,
+the sign, 0 * inf is NaN but phi(0) phi(inf) is 0: phi of an infinite entry is NaN here if the other
+factor of the example has any zero. The sum is then NaN wherever phi(g) is, and maybe where g is
+infinite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._cut import Examples, Product, Tail
+from pergrad._ir import Env, added
+from pergrad._statistics import LeafStatistic, Mean
+from pergrad._strategies.base import Job, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Factored(Strategy):
+    name = "factored"
+
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
+        if not isinstance(statistic, Mean):
+            return "not a mean"
+        if not statistic.is_factorable:
+            return "phi is not known to be factorable"
+        return why_not_an_outer_product(tail)
+
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        return [added(job.given, self._sum(tail, job.statistic, examples)) for job in jobs]
+
+    def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
+        (product,) = tail.terms
+        assert isinstance(product, Product)
+        env = tail.env(examples.factors, examples.constants)
+        env[product.out] = product.sum_of(*_phi_of_factors(product, mean, env), examples.weights)
+        return tail.moved_and_scaled(
+            env, lambda step, x: x * mean.apply(tail.number(step, env, x.dtype))
+        )
+
+
+def _phi_of_factors(product: Product, mean: Mean, env: Env) -> tuple[jax.Array, jax.Array]:
+    """phi(X) and phi(D), where neither hides what phi(X^T D) is."""
+    x, d = product.read(env)
+    if mean.phi is None:
+        return x, d
+    if mean.degree is None or mean.degree > 1:
+        x, d = product.balanced(x, d)
+    of_x, of_d = mean.apply(x), mean.apply(d)
+    if mean.degree is not None and mean.degree > 0:
+        return of_x, of_d
+    x_zeros, d_zeros = product.beside_zeros(x, d)
+    x_hides, d_hides = (jnp.isinf(a) & jnp.isfinite(b) for a, b in ((x, of_x), (d, of_d)))
+    return jnp.where(x_hides & x_zeros, jnp.nan, of_x), jnp.where(d_hides & d_zeros, jnp.nan, of_d)
+
+
+def why_not_an_outer_product(tail: Tail) -> str | None:
+    """Why one example's gradient is more than an outer product whose entries are moved and scaled."""
+    if len(tail.terms) != 1 or not isinstance(tail.terms[0], Product):
+        return "not a single product"
+    if tail.terms[0].contributions != 1:
+        return "sums over positions"
+    if len(tail.grads) != 1 or tail.steps_that("mix"):
+        return "mixes entries after the product"
+    return None

@@ -1,0 +1,221 @@
+"""Statistics of lookups from the rows that were looked up, never from the whole table.
+
+With v_ir the rows of example i, k_ir their places in the table (equal places added up first) and
+n = sum_i w_i, the rows of a table that an example did not touch have the gradient 0, so
+
+    sum_i w_i phi(g_i)[k]    = n phi(0) + sum over rows with k_ir = k of w_i (phi(v_ir) - phi(0))
+    sum_i w_i (g_i[k] - m)^2 = (n - t) m^2 + sum over rows with k_ir = k of w_i (v_ir - m)^2
+
+with m the mean of g_i[k] and t the weight of the examples that touch k. No difference of large numbers
+appears in the second, and neither can be told from the dense computation but by its cost.
+
+Several lookups in one table are one lookup with the rows of all. Steps after the lookups may select
+entries and multiply them by numbers c (`_ways`): each row is multiplied at once by the numbers at its
+place, and a table of sums is then moved to where the gradient has its entries. Where c is not finite,
+an example that did not touch the entry has 0 c = NaN there, and all examples are taken to have that:
+
+    sum_i w_i phi(g_i)[k] = n phi(0 c).
+
+A squared norm is the sum of the squares of an example's rows that arrive in the gradient; for inner
+products of two examples' gradients the rows of one are laid out in a table, where those of the others
+are looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pergrad._compat import aval
+from pergrad._cut import Examples, Lookup, Rows, Tail, Way, of_nothing, ways_to
+from pergrad._ir import Weights, accumulation_dtype, added, total, weigh
+from pergrad._statistics import LeafStatistic, Mean, Pairs, SquaredNorm, Variance
+from pergrad._strategies.base import Job, Strategy
+
+_MEAN = Mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse(Strategy):
+    name = "sparse"
+
+    def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
+        if not isinstance(statistic, (Mean, Variance, SquaredNorm, Pairs)):
+            return "needs the whole gradient"
+        if not tail.terms or not all(isinstance(term, Lookup) for term in tail.terms):
+            return "not lookups alone"
+        if tail.adds:
+            return "adds something after the lookup"
+        if isinstance(statistic, Mean) and not _is_finite_at_zero(statistic):
+            return "phi(0) is not known to be finite"
+        reasons = (_why_not_rows(tail, place, statistic) for place in range(len(tail.grads)))
+        return next(filter(None, reasons), None)
+
+    def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        looked_up = {
+            place: _LookedUp(tail, place, tuple(j for j in jobs if j.grad == place), examples)
+            for place in dict.fromkeys(job.grad for job in jobs)
+        }
+        return [looked_up[job.grad].result(job) for job in jobs]
+
+
+def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | None:
+    """Why the gradient at `place` is more than rows whose entries are selected and scaled."""
+    ways = ways_to(tail, place)
+    if not ways:
+        return "mixes entries after the lookup"
+    lookups = [_lookup_of(way) for way in ways]
+    if any(lookup.alike != lookups[0].alike for lookup in lookups):
+        return "lookups in tables of several shapes"
+    if any(way.layout != ways[0].layout for way in ways):
+        return "lookups in tables that are laid out differently"
+    if any(way.repeats for way in ways):
+        if isinstance(statistic, (SquaredNorm, Pairs)):
+            return "repeats entries after the lookup"
+        if not all(way.has_one_number and not way.replaces for way in ways):
+            return "repeats entries and scales or drops them one by one"
+    return next(filter(None, (lookup.why_not_rows() for lookup in lookups)), None)
+
+
+def _lookup_of(way: Way) -> Lookup:
+    assert isinstance(way.term, Lookup)
+    return way.term
+
+
+@dataclasses.dataclass(frozen=True)
+class _LookedUp:
+    """What all examples looked up for the gradient at `place`, for some statistics of it."""
+
+    tail: Tail
+    place: int
+    jobs: tuple[Job, ...]
+    examples: Examples
+
+    @functools.cached_property
+    def env(self) -> Any:
+        return self.tail.env(self.examples.factors, self.examples.constants)
+
+    @functools.cached_property
+    def ways(self) -> list[Way]:
+        ways = ways_to(self.tail, self.place)
+        assert ways
+        return ways
+
+    @property
+    def table(self) -> Lookup:
+        """One of the lookups, all of which have tables that are alike."""
+        return _lookup_of(self.ways[0])
+
+    @property
+    def dtype(self) -> Any:
+        return accumulation_dtype(aval(self.table.out).dtype)
+
+    @property
+    def n(self) -> jax.Array:
+        return jnp.asarray(self.examples.total, self.dtype)
+
+    @functools.cached_property
+    def of_nothing(self) -> jax.Array | None:
+        """0 c, laid out like the gradient."""
+        return of_nothing(self.tail, self.place, self.env, self.dtype)
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The rows as they arrive in the gradient: what does not is 0, whatever it was."""
+        all_keys, all_values = [], []
+        for way in self.ways:
+            lookup = _lookup_of(way)
+            keys, values = lookup.keys_and_values(self.env)
+            number = way.number(self.env, self.dtype)
+            values = values * (number if number.ndim == 0 else lookup.at(number, keys))
+            if way.drops:
+                arrives = lookup.at(way.arrives(self.env, self.dtype), keys)
+                values = jnp.where(arrives != 0, values, 0)
+            all_keys.append(keys)
+            all_values.append(values)
+        return Rows.of(jnp.concatenate(all_keys, axis=1), jnp.concatenate(all_values, axis=1))
+
+    @functools.cached_property
+    def sums(self) -> dict[Mean, jax.Array]:
+        """The sums over rows of w_i (phi(v_ir) - phi(0)) for all phi that are needed, like the table."""
+        statistics = [job.statistic for job in self.jobs]
+        means = dict.fromkeys(s for s in statistics if isinstance(s, Mean))
+        if any(isinstance(s, Variance) for s in statistics):
+            means |= {_MEAN: None}
+        values, zero, w = self.rows.values, jnp.zeros((), self.dtype), self.examples.weights
+        columns = [weigh(mean.apply(values) - mean.apply(zero), w) for mean in means]
+        tables = self.table.to_table(self.rows.keys, jnp.stack(columns, axis=2))
+        return dict(zip(means, tables, strict=True))
+
+    def moved(self, x: jax.Array) -> jax.Array:
+        """What is like the table, laid out like the gradient, with 0 where no entry comes in."""
+        return self.ways[0].moved(self.env, x)
+
+    def result(self, job: Job) -> Any:
+        match job.statistic:
+            case Variance():
+                state = self._centred(job.statistic)
+                return job.statistic.merge(job.state(self.tail), state)
+            case Mean():
+                return added(job.given, self._mean(job.statistic))
+            case SquaredNorm():
+                return _squared_norms(self.rows) + self._square_of_nothing()
+            case Pairs():
+                return _pairs(self.table, self.rows, self.examples) + self._square_of_nothing()
+        raise AssertionError(job.statistic)
+
+    def _mean(self, mean: Mean) -> jax.Array:
+        zero, z = jnp.zeros((), self.dtype), self.of_nothing
+        own = self.moved(self.sums[mean]) + self.n * mean.apply(zero)
+        return own if z is None else jnp.where(z == 0, own, self.n * mean.apply(z))
+
+    def _centred(self, variance: Variance) -> Any:
+        mean = self.sums[_MEAN] / jnp.maximum(self.n, jnp.finfo(self.dtype).tiny)
+        m2 = _squares_around(mean, self.table, self.rows, self.examples.weights, self.n)
+        z = 0 if self.of_nothing is None else self.of_nothing
+        return self.n, self.moved(mean) + z, self.moved(m2) + z
+
+    def _square_of_nothing(self) -> jax.Array | int:
+        """The square of the norm of 0 c."""
+        return 0 if self.of_nothing is None else jnp.sum(jnp.square(self.of_nothing))
+
+
+def _squared_norms(rows: Rows) -> jax.Array:
+    return jnp.sum(jnp.square(rows.values), axis=range(1, rows.values.ndim))
+
+
+def _pairs(lookup: Lookup, rows: Rows, examples: Examples) -> jax.Array:
+    def row(own: tuple[jax.Array, jax.Array]) -> jax.Array:
+        keys, values = own
+        (table,) = lookup.to_table(keys[None], values[None, :, None])
+        return jnp.sum(lookup.at(table, rows.keys) * rows.values, axis=range(1, rows.values.ndim))
+
+    return lax.map(row, (examples.those_here(rows.keys), examples.those_here(rows.values)))
+
+
+def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: jax.Array) -> jax.Array:
+    first = rows.first.reshape(*rows.first.shape, *(1,) * (rows.values.ndim - 2))
+    first = jnp.broadcast_to(first, rows.values.shape).astype(rows.values.dtype)
+    is_there = jnp.not_equal(w, 0).astype(first.dtype) if isinstance(w, jax.Array) else 1.0
+    apart = first * jnp.square(rows.values - lookup.at(mean, rows.keys))
+    columns = [weigh(apart, w), weigh(first, w), weigh(first, is_there)]
+    m2, t, touching = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
+    # A row that all touch has t = n, which rounding would miss: a whole number tells.
+    all_touch = touching == total(is_there, rows.first.shape[0])
+    return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)
+
+
+def _is_finite_at_zero(mean: Mean) -> bool:
+    if mean.factorable is None and mean.is_factorable:
+        return True  # 0, for every function that is known to be factorable
+    try:
+        with jax.ensure_compile_time_eval():
+            return bool(jnp.isfinite(mean.apply(jnp.zeros((), jnp.float32))))
+    except Exception:  # phi closes over a traced value, or is not elementwise
+        return False

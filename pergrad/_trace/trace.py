@@ -1,0 +1,257 @@
+"""Step 1: a loss becomes the gradient program of one example.
+
+The program is flat: calls are inlined by tracing them again (equal sub-programs share variables, so
+pasting their equations would not do), and equations that no output needs are gone. What is left is
+a list of equations that the next step can walk through. On the way axes of length 1 are dropped, of
+which a batch of one has many (`_squeeze`).
+
+`remat` must keep its recomputation. Its lowering is a barrier on the arguments and then the body,
+and that is how it is inlined here: the body follows an `optimization_barrier` on the arguments, which
+ties the recomputation to the cotangents, so XLA neither merges it with the forward pass nor runs it
+early.
+
+Mutable references that the loss makes become arrays, before anything else.
+
+`custom_jvp` and `custom_vjp` functions that a parameter went through have been replaced by their rules
+when the loss was differentiated. Those that are left belong to nothing that was, and stay calls: whoever
+differentiates the statistics gets their rules.
+
+Random numbers that would depend on the size of the batch they are drawn in are drawn one example after
+the other (`_inline_random`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+from jax.extend.core import primitives
+
+from pergrad import _compat
+from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
+from pergrad._errors import ArgumentError
+from pergrad._ir import Env, Loop, distinct, given, programs, read, take_branch
+from pergrad._trace.ragged import with_batching
+from pergrad._trace.unit_axes import as_known, evaluate_squeezed
+
+Inline = Callable[[JaxprEqn, Sequence[Any], "InlineTable"], list[Any]]
+
+
+InlineTable = dict[Primitive, Inline]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The gradient program of one example.
+
+    Its inputs are the parameters, then what belongs to the example, then the cotangent of the loss:
+    what depends on it belongs to the backward pass. All that is the same for every call of the loss is a
+    constant. Its outputs are the loss, the leaves of `aux`, the gradients.
+    """
+
+    jaxpr: Jaxpr
+    consts: list[Any]
+    params: tuple[Var, ...]
+    example: tuple[Var, ...]
+    cotangent: Var
+    value: Atom
+    aux: tuple[Atom, ...]
+    grads: tuple[Atom, ...]
+    aux_tree: Any
+
+    @staticmethod
+    def of(program: ClosedJaxpr, num_params: int, aux_tree: Any) -> Program:
+        jaxpr = _compat.drop_dead_code(program.jaxpr)
+        end_of_aux = 1 + aux_tree.num_leaves
+        return Program(
+            jaxpr=jaxpr,
+            consts=program.consts,
+            params=tuple(jaxpr.invars[:num_params]),
+            example=tuple(jaxpr.invars[num_params:-1]),
+            cotangent=jaxpr.invars[-1],
+            value=jaxpr.outvars[0],
+            aux=tuple(jaxpr.outvars[1:end_of_aux]),
+            grads=tuple(jaxpr.outvars[end_of_aux:]),
+            aux_tree=aux_tree,
+        )
+
+    def given(
+        self, params: Sequence[Any], example: Sequence[Any] | None = None, cotangent: float = 1
+    ) -> Env:
+        """What the program starts from; without the example, what is the same for all of them."""
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        env |= zip(self.params, params, strict=True)
+        env[self.cotangent] = jnp.full((), cotangent, _compat.aval(self.cotangent).dtype)
+        return env if example is None else env | dict(zip(self.example, example, strict=True))
+
+    def replaced_by(self, program: ClosedJaxpr) -> Program:
+        """Another program that takes and gives the same."""
+        return Program.of(program, len(self.params), self.aux_tree)
+
+
+def trace(
+    fun: Callable[..., Any], params: Sequence[Any], example: Sequence[Any], has_aux: bool
+) -> Program:
+    """Traces `fun(params, example)`, both flat lists, and its gradient for `params`."""
+
+    def value_aux_grads(
+        params: Sequence[Any], example: Sequence[Any], cotangent: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        value, pull, *aux = jax.vjp(lambda params: fun(params, example), params, has_aux=has_aux)
+        (grads,) = pull(cotangent.astype(value.dtype))
+        return value, aux[0] if has_aux else None, grads
+
+    args = params, example, jax.ShapeDtypeStruct((), jnp.result_type(float))
+    nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(*args)
+    pure = _without_references(nested)
+    flat = jax.make_jaxpr(lambda *args: _inline(pure, args, CALLS))(*jax.tree.leaves(args))
+    return Program.of(flat, len(params), jax.tree.structure(aux_shape))
+
+
+def inlined(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The program of `fun` with its calls inlined."""
+    nested = jax.make_jaxpr(fun)(*args)
+    return jax.make_jaxpr(lambda *leaves: _inline(nested, leaves, CALLS))(*jax.tree.leaves(args))
+
+
+def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
+    """The program of `fun` itself with all its calls inlined, to look at."""
+    nested = _without_references(jax.make_jaxpr(fun)(*args))
+    inlined = jax.make_jaxpr(lambda *leaves: _inline(nested, leaves, CALLS | CUSTOM_CALLS))
+    return inlined(*jax.tree.leaves(args)).jaxpr
+
+
+def _without_references(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with arrays in the place of mutable references (`jax.new_ref`).
+
+    Equations that write into a reference have no result that depends on what is written, so nobody who
+    follows results would see it.
+    """
+    if not _has_references(program.jaxpr):
+        return program
+    outside = {v for v in (*program.jaxpr.constvars, *program.jaxpr.invars) if _compat.is_reference(v)}
+    for eqn in program.jaxpr.eqns:
+        if not outside.isdisjoint(distinct(eqn.invars)):
+            raise ArgumentError(
+                "the loss uses a mutable reference that was made outside of it, at "
+                f"{_compat.user_line(eqn)}. Examples run together, so there is no order in which they "
+                "could change it. Make the reference in the loss, with jax.new_ref, or return its value "
+                "with has_aux=True."
+            )
+    return _compat.without_references(program)
+
+
+def _has_references(jaxpr: Jaxpr) -> bool:
+    variables = (v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars))
+    inner = (program for eqn in jaxpr.eqns for program in programs(eqn))
+    return any(map(_compat.is_reference, variables)) or any(map(_has_references, inner))
+
+
+def _inline(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """The results of a program, all of whose calls are inlined."""
+    return as_known(_inline_squeezed(program, args, table), program.jaxpr.outvars)
+
+
+def _inline_squeezed(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """As `_inline`, where arguments and results may lack axes of length 1."""
+    env = given(program, args)
+    for eqn in program.jaxpr.eqns:
+        inline = table.get(eqn.primitive)
+        ins = [read(env, v) for v in eqn.invars]
+        outs = inline(eqn, ins, table) if inline else evaluate_squeezed(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(env, v) for v in program.jaxpr.outvars]
+
+
+def _inline_call(body: str) -> Inline:
+    """For a call that means what the program in its parameter `body` means."""
+
+    def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+        return _inline_squeezed(_compat.as_closed(eqn.params[body]), args, table)
+
+    return inline
+
+
+def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    guarded = _compat.remat_barriers(eqn)
+    behind = iter(lax.optimization_barrier([a for a, g in zip(args, guarded, strict=True) if g]))
+    args = [next(behind) if g else a for a, g in zip(args, guarded, strict=True)]
+    return _inline_squeezed(_compat.as_closed(eqn.params["jaxpr"]), args, table)
+
+
+def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """A loop stays one, with the calls in its step inlined."""
+    loop = Loop(eqn, eqn.params["jaxpr"])
+    consts, init, xs = loop.operands(as_known(args, eqn.invars))
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _inline(loop.step, [*consts, *carry, *x], table)
+        return outs[: loop.num_carry], outs[loop.num_carry :]
+
+    ends, ys = loop.run(step, init, xs)
+    return [*ends, *ys]
+
+
+def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    branches = [lambda *args, b=b: _inline(b, args, table) for b in eqn.params["branches"]]
+    with _compat.at_line_of(eqn):
+        index, *operands = as_known(args, eqn.invars)
+        return take_branch(eqn, index, branches, operands)
+
+
+def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """A ragged product that JAX cannot map over examples becomes one that can be."""
+    args = as_known(args, eqn.invars)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    _, (x_batch, _) = numbers.dot_dimension_numbers
+    shares_weights = not x_batch and len(numbers.rhs_group_dimensions) == 1 and len(args) == 3
+    if not shares_weights:
+        return _compat.bind(eqn, args)
+    with _compat.at_line_of(eqn):
+        return [with_batching(eqn)(*args)]
+
+
+def _inline_random(*unsafe: str) -> Inline:
+    """For numbers drawn from a key, or keys made of one, with implementations that are unsafe to map.
+
+    Mapped over keys, the hardware's generator draws all numbers from the first key: `jax.vmap` of
+    `jax.random.bits` is then no loop of it, and what an example gets depends on how many others are
+    beside it. For these implementations the examples are taken one after the other, for this equation
+    alone.
+    """
+
+    def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+        args = as_known(args, eqn.invars)
+        is_typed = jnp.issubdtype(args[0].dtype, jax.dtypes.prng_key)
+        if is_typed and jax.random.key_impl(args[0]) not in unsafe:
+            return _compat.bind(eqn, args)
+        with _compat.at_line_of(eqn):
+            return sequential_vmap(lambda *args: _compat.bind(eqn, args))(*args)
+
+    return inline
+
+
+CALLS: InlineTable = {
+    _compat.ragged_dot_general_p: _inline_ragged_product,
+    primitives.jit_p: _inline_call("jaxpr"),
+    primitives.closed_call_p: _inline_call("call_jaxpr"),
+    primitives.cond_p: _inline_in_branches,
+    primitives.scan_p: _inline_in_loop,
+    _compat.remat_p: _inline_remat,
+    primitives.random_bits_p: _inline_random("rbg", "unsafe_rbg"),
+    primitives.random_gamma_p: _inline_random("rbg", "unsafe_rbg"),
+    primitives.random_split_p: _inline_random("unsafe_rbg"),
+    primitives.random_fold_in_p: _inline_random("unsafe_rbg"),
+    primitives.rng_bit_generator_p: _inline_random(),
+}
+
+
+CUSTOM_CALLS: InlineTable = {
+    primitives.custom_jvp_call_p: _inline_call("call_jaxpr"),
+    primitives.custom_vjp_call_p: _inline_call("call_jaxpr"),
+}
