@@ -17,12 +17,13 @@ from flax import nnx
 from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
-from pergrad import _check
 from pergrad._call import (
+    COMPARED,
     ArgNums,
     MicrobatchSize,
     Request,
     StrategyName,
+    checker,
     keywords_of,
     places,
     returning_nothing,
@@ -158,7 +159,7 @@ def check(
     """As `pergrad.check`, for a loss that takes NNX modules. It leaves them as they are."""
     request = Request(
         fun,
-        _check.COMPARED,
+        COMPARED,
         argnums,
         batch_argnums=batch_argnums,
         has_aux=has_aux,
@@ -169,13 +170,13 @@ def check(
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
     )
-    _check.checker(request, rtol)  # It says now what cannot be right.
+    checker(request, rtol)  # It says now what cannot be right.
 
     @returning_nothing(request, show_signature=False)
     def check_loss(*args: Any, **kwargs: Any) -> None:
         call = _Call(request, args, kwargs, wrt)
         try:
-            _check.checker(call.request, rtol)(*call.args, **kwargs)
+            checker(call.request, rtol)(*call.args, **kwargs)
         except NotPerExampleError:
             before, after = _state(call.modules), call.state_after()
             counts = (jax.tree.leaves(nnx.filter_state(s, nnx.RngCount)) for s in (before, after))

@@ -1,4 +1,4 @@
-"""TODO _call.mesh."""
+"""Which mesh and which devices a call is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO _cut.examples."""
+"""What a tail is reduced over: examples, or units in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""TODO _cut.steps."""
+"""The linear steps that a gradient may take after the sum that makes it.
+
+An equation is a step of a tail if it is linear in those of its operands that differ from example to
+example, while the others depend on parameters alone. Three families, by what an elementwise `phi` may
+do to them:
+
+- *move*: every entry of the result is an entry of the operand, so `phi` may come before or after.
+- *scale*: every entry is multiplied by a number `c`, so a factorable `phi` may come before, if it is
+  applied to the number too: phi(c x) = phi(c) phi(x).
+- *mix*: linear, and no more than that, so `phi` comes after.
+
+All of them commute with sums over the examples. A mix may also add something that is the same for all
+examples (the gradient of a regulariser, or the number that a gather reads out of range); then a step is
+linear up to that constant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""TODO _ir."""
+"""Programs and numbers, with no word of gradients: what every later folder is written in.
+
+In reading order: `numerics` (weigh, widen, add), `equations` (reading and running them), `primitives`
+(what each is), `dependence` (what depends on what), `loop` and `conditional` (a `scan` and a `cond` in
+words), `counts` (operations and bytes of equations), `backend` (what a kind of device can do), `devices`
+(sums over the devices that share a batch).
+"""
 
 from pergrad._ir import backend as backend
 from pergrad._ir import counts as counts

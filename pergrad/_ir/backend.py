@@ -1,4 +1,7 @@
-"""TODO _ir.backend."""
+"""What a kind of device can do, in rates that the plan prices strategies with.
+
+The rates are rough on purpose: what they decide differs by factors, not by percents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""TODO _ir.devices."""
+"""The devices that share a batch, and how sums over them are taken.
+
+Each device has a part of the examples and works on these alone, in a program that is mapped over axes of
+a mesh. One device that has all examples is the special case of no axes.
+"""
 
 from __future__ import annotations
 

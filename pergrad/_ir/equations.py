@@ -1,4 +1,4 @@
-"""TODO _ir.equations."""
+"""Reading and running equations: the loop that knows no primitive."""
 
 from __future__ import annotations
 

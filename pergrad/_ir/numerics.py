@@ -1,4 +1,9 @@
-"""TODO _ir.numerics."""
+"""Numbers: the dtype in which sums are kept, weights, sums and products.
+
+An example's weight `w` is its share of the whole batch, so that a mean is a plain sum: a number if all
+examples have the same weight, else an array [B]. A weight of 0 means that the example is not there,
+whatever its gradient is (NaN too).
+"""
 
 from __future__ import annotations
 

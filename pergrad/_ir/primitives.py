@@ -1,4 +1,4 @@
-"""TODO _ir.primitives."""
+"""What a primitive is, for those who follow values through equations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO _plan."""
+"""Step 3: a strategy for every tail and statistic, and how many examples run at a time.
+
+In reading order: `choose` (a strategy for each), `microbatch` (how many examples at a time), `cotangent`
+(what the backward pass starts from), `schedule` (all of it together), `plan` (what it costs), `table`
+(how that is printed).
+"""
 
 from pergrad._plan import table as table
 from pergrad._plan.choose import STRATEGIES as STRATEGIES

@@ -1,4 +1,23 @@
-"""TODO _plan.prices."""
+"""What reducing a tail costs in seconds on a kind of device, by strategy.
+
+From three counts: operations of products, bytes read and written, steps of loops. With F_t operations
+for one example's terms, F_s for the steps after them, g bytes for one example's gradient, f bytes of
+factors for all B examples, and s statistics,
+
+    summed        (B F_t + F_s) / product rate   + (f + g) / memory rate
+    factored      (B F_t + F_s) / product rate   + (2 f + g) / memory rate      for each statistic
+    centred       (B F_t + F_s) / product rate   + B g / memory rate            for each statistic
+    streamed      B (F_t + F_s) / product rate   + B g (1 + 2 s) / memory rate  + B loop steps
+    materialise   B (F_t + F_s) / batched rate   + B g (1 + s) / memory rate
+    sparse        (2 + s) (f + g) / memory rate
+    gram          B F_g / product rate           + 2 f / memory rate            + B loop steps
+                  or B F_g / batched rate        + 2 f / memory rate
+
+with F_g = 2 T^2 (a + b) for a product of T positions, and B times that for the inner products of all.
+A convolution is summed by a convolution over all examples, at the convolution rate.
+What fits into the cache is read and written at the cache's rate. The rates are rough on purpose: what
+they decide differs by factors, not by percents.
+"""
 
 from __future__ import annotations
 

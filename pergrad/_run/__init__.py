@@ -1,4 +1,4 @@
-"""TODO _run."""
+"""Step 4: the plan runs."""
 
 from pergrad._run.run import Outcome as Outcome
 from pergrad._run.run import Results as Results

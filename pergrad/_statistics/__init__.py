@@ -1,4 +1,9 @@
-"""TODO _statistics."""
+"""What can be asked for: statistics of the gradients of the examples of a batch.
+
+In reading order: `base` (what every statistic says of itself), `of_parameters` (statistics of each
+parameter on its own), `of_examples` (statistics of an example's whole gradient, and of its loss),
+`combine` (the results of several batches as one).
+"""
 
 from pergrad._statistics.base import Accumulator as Accumulator
 from pergrad._statistics.base import LeafStatistic as LeafStatistic

@@ -1,4 +1,15 @@
-"""TODO _statistics.base."""
+"""What every statistic says of itself.
+
+What is computed for one parameter on its own is a `LeafStatistic`, of two main kinds:
+
+- An accumulator starts empty (`init`), takes gradients in one at a time (`add`) or many at once
+  (`add_all`), and is read out at the end (`finish`). To take in many at once gives what it gives to take
+  them in one by one, and two states can be merged.
+- A reading is a value for every example (`of`).
+
+Every strategy is written in these words or, where it knows better, computes the same in another way.
+A statistic of an example's whole gradient is made of such leaves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO _statistics.of_parameters."""
+"""The statistics that are computed for each parameter on its own.
+
+States of half-precision gradients are kept in float32. `Mean()` returns the parameter's own dtype, as
+`jax.grad` does; the others return float32 (or float64), since squares of half-precision numbers
+overflow and vanish.
+"""
 
 from __future__ import annotations
 

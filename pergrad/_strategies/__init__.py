@@ -1,4 +1,8 @@
-"""TODO _strategies."""
+"""Strategies: ways to reduce a tail to statistics, one file each.
+
+All of them give the same numbers. A strategy says itself when it applies, what it costs, and why it is
+taken; `_plan` compares them.
+"""
 
 from pergrad._strategies.base import Job as Job
 from pergrad._strategies.base import Strategy as Strategy

@@ -1,4 +1,4 @@
-"""TODO _strategies.base."""
+"""What every strategy has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""TODO _trace.ragged."""
+"""A ragged product that can be mapped over examples that share their matrices, which JAX's cannot.
+
+The examples are one more axis of x in front of the ragged one, each with group sizes of its own.
+"""
 
 from __future__ import annotations
 

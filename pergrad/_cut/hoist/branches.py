@@ -1,4 +1,4 @@
-"""TODO _cut.hoist.branches."""
+"""How the factors of tails leave the branches of one conditional; `hoist` says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO _cut.hoist.leaving."""
+"""Which tails leave a loop or a branch: those that are made of less than they make."""
 
 from __future__ import annotations
 

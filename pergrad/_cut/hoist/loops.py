@@ -1,4 +1,4 @@
-"""TODO _cut.hoist.loops."""
+"""How the factors of tails leave one loop; `hoist` says why."""
 
 from __future__ import annotations
 

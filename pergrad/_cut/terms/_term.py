@@ -1,4 +1,4 @@
-"""TODO _cut.terms._term."""
+"""What every kind of term has."""
 
 from __future__ import annotations
 

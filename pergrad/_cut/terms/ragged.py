@@ -1,4 +1,12 @@
-"""TODO _cut.terms.ragged."""
+"""A ragged product: each group of positions has a matrix of its own, as tokens have experts.
+
+The positions of one example are sorted by group, and s_e of them belong to group e:
+
+    y_t = x_t W_e      with e the group of t,     so that     g_e = sum over t in group e of x_t d_t^T,
+
+a `ragged_dot_general` whose ragged axis is contracted. Over examples the sum is the same product with
+the positions of all of them in one row, sorted by group again.
+"""
 
 from __future__ import annotations
 
