@@ -36,7 +36,7 @@ ROOMS = {"noise", "optim", "scaling"}
 ORDER = [
     *("_errors", "_compat"),
     *("_ir", "_statistics", "_trace", "_cut", "_strategies", "_plan", "_run", "_call"),
-    *("_moments", "_names", "noise", "scaling", "optim"),
+    *("_moments", "noise", "scaling", "optim"),
     *("", "nnx", "lab"),
 ]
 
@@ -79,7 +79,8 @@ def docstring_examples(name):
     return [test for test in found if test.examples]
 
 
-DOCUMENTED = NAMES | ROOMS | {f"optim.{name}" for name in pg.optim.__all__}
+FOLDERS = {"noise": pg.noise, "optim": pg.optim}
+DOCUMENTED = NAMES | ROOMS | {f"{room}.{name}" for room in FOLDERS for name in FOLDERS[room].__all__}
 
 
 @pytest.mark.parametrize("name", sorted(name for name in DOCUMENTED if docstring_examples(name)))

@@ -5,26 +5,24 @@
     value, stats = stats_fn(params, batch)
     updates, state = tx.update(stats["mean"], state, params, stats=stats)
 
-Adam's family is a plane of preconditioners (`_preconditioner`), the sign's is a choice of where to take
-it (`_sign`). Both can be clipped together with their statistics (`_clip`), and take one step for many
+Adam and its relatives divide the momentum by a root. They are points on a plane of preconditioners
+(`_preconditioner`, `_adam`), except for one that takes the root of its squared momentum
+(`_squared_momentum`). Others take a sign: of every example, of the mean, or of the momentum (`_sign`).
+Every optimizer can be clipped together with its statistics (`_clip`), and can take one step for several
 batches (`_accumulate`).
 """
 
 from pergrad.optim._accumulate import MultiStepsState, multi_steps
+from pergrad.optim._adam import micro_adam, micro_adam_msq, micro_adam_var, preconditioned_adam
 from pergrad.optim._base import StatsTransformation, chain
 from pergrad.optim._clip import clip_examples, clipped
-from pergrad.optim._preconditioner import (
-    ScaleByPreconditionerState,
+from pergrad.optim._preconditioner import ScaleByPreconditionerState, scale_by_preconditioner
+from pergrad.optim._sign import ScaleBySignState, micro_sign_sgd, scale_by_sign, sign_ema, sign_sgd
+from pergrad.optim._squared_momentum import (
     ScaleBySquaredMomentumState,
     ada_momentum,
-    micro_adam,
-    micro_adam_msq,
-    micro_adam_var,
-    preconditioned_adam,
-    scale_by_preconditioner,
     scale_by_squared_momentum,
 )
-from pergrad.optim._sign import ScaleBySignState, micro_sign_sgd, scale_by_sign, sign_ema, sign_sgd
 
 __all__ = [
     "MultiStepsState",

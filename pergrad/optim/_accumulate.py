@@ -19,13 +19,11 @@ import optax
 from jax import lax
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import accumulation_dtype
-from pergrad._names import VOCABULARY, Stats, asked, source
-from pergrad._statistics import Count, Merging, Statistic, combine, per_of
-from pergrad.optim._base import StatsTransformation, stats_of
+from pergrad._moments import Stats, asked
+from pergrad._statistics import Count, Merging, Statistic, combine
+from pergrad.optim._base import StatsTransformation, Tree, stats_of, wide_zeros
 from pergrad.optim._found import of_gradient, required
 
-Tree = Any
 WHO = "multi_steps"
 
 
@@ -112,19 +110,14 @@ def _check(needed: Mapping[str, Statistic]) -> None:
 
 def _zeros(statistic: Statistic, params: Tree) -> Tree:
     """What `combine` takes for the statistic of no examples, on the devices of the parameters."""
-    if isinstance(statistic, Count):
-        return jnp.zeros([])
-    return jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=accumulation_dtype(jnp.result_type(p))), params
-    )
+    return jnp.zeros([]) if statistic == Count() else wide_zeros(params)
 
 
 def _taken(name: str, statistic: Statistic, stats: Stats | None, updates: Tree) -> Tree:
     """This batch's statistic. The mean is the gradient that has been handed in."""
     if name == "mean":
         return jax.tree.map(jnp.asarray, updates)
-    text = source(name, per_of(statistic)) if name in VOCABULARY else f"pg.{statistic!r}"
-    stats = required(WHO, name, stats, text)
-    if isinstance(statistic, Count):
+    stats = required(WHO, name, stats, statistic)
+    if statistic == Count():
         return jnp.asarray(stats[name])
     return of_gradient(WHO, name, stats, updates)

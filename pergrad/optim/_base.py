@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._names import asked
+from pergrad._ir import accumulation_dtype
+from pergrad._moments import asked
 from pergrad._statistics import Statistic
+
+Tree = Any
+Number = Any  # a number, or an array of one under optax.inject_hyperparams
+Mask = Tree | Callable[[Tree], Tree] | None
 
 
 class StatsTransformation(optax.GradientTransformationExtraArgs):
@@ -90,3 +96,28 @@ def chain(*transformations: optax.GradientTransformation) -> StatsTransformation
 def stats_of(inner: optax.GradientTransformation) -> dict[str, Statistic]:
     """What an optimizer needs: the mean, if it is optax's own."""
     return getattr(inner, "stats", asked("mean"))
+
+
+def with_learning_rate(
+    transformation: StatsTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: Number,
+    mask: Mask,
+) -> StatsTransformation:
+    """The optimizer: the transformation, decoupled weight decay if there is any, the learning rate."""
+    decay = []
+    if not is_number(weight_decay) or weight_decay != 0:
+        decay = [optax.add_decayed_weights(weight_decay, mask)]
+    return chain(transformation, *decay, optax.scale_by_learning_rate(learning_rate))
+
+
+def is_number(x: Any) -> bool:
+    """Whether a number is known when the optimizer is made."""
+    return isinstance(x, (int, float))
+
+
+def wide_zeros(params: Tree) -> Tree:
+    """Zeros like the parameters, on the same devices, in the dtype that sums are kept in."""
+    return jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=accumulation_dtype(jnp.result_type(p))), params
+    )

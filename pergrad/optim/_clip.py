@@ -16,12 +16,10 @@ import optax
 
 from pergrad._errors import ArgumentError
 from pergrad._ir import wide
-from pergrad._names import VOCABULARY, Stats
+from pergrad._moments import VOCABULARY, Stats
 from pergrad._statistics import By, ClippedMean, Mean, Statistic
-from pergrad.optim._base import StatsTransformation, stats_of
+from pergrad.optim._base import StatsTransformation, Tree, stats_of
 from pergrad.optim._found import aligned, is_changed, unless
-
-Tree = Any
 
 
 def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransformation:
@@ -69,15 +67,12 @@ def clip_examples(
     def of_clipped(name: str, statistic: Statistic) -> Statistic:
         if name in VOCABULARY and VOCABULARY[name].degree == 0:
             return statistic
-        if (
-            not isinstance(statistic, Mean)
-            or isinstance(statistic, ClippedMean)
-            or statistic.per != "example"
-        ):
+        phi, factorable = (getattr(statistic, field, None) for field in ("phi", "factorable"))
+        if statistic != Mean(phi, factorable=factorable):
             raise ArgumentError(
                 f"clip_examples: there is no statistic {statistic!r} of clipped gradients."
             )
-        return ClippedMean(max_norm, by, phi=statistic.phi)
+        return ClippedMean(max_norm, by, phi=phi)
 
     stats = {name: of_clipped(name, statistic) for name, statistic in stats_of(inner).items()}
     extra = optax.with_extra_args_support(inner)

@@ -23,40 +23,44 @@ from jax.core import Tracer
 from pergrad._compat import is_computed
 from pergrad._errors import ArgumentError
 from pergrad._ir import wide
-from pergrad._names import VOCABULARY, Stats, missing, source
-from pergrad._statistics import Count, Per
+from pergrad._moments import VOCABULARY, Stats, missing, written
+from pergrad._statistics import Count, Statistic
+from pergrad.optim._base import Tree
 
-Tree = Any
 
+def found(
+    who: str, name: str, stats: Stats | None, updates: Tree, statistic: Statistic | None = None
+) -> Any:
+    """The result of the statistic `name`, which is that of the vocabulary unless it is said.
 
-def found(who: str, name: str, stats: Stats | None, updates: Tree, per: Per = "example") -> Any:
-    """The statistic `name`, a tree like `updates`, of which `optax.masked` may have left a part.
-
-    It is refused if `updates` is not the mean that it belongs to, or NaN where only the run can tell.
+    The result is a tree like the gradient `updates`, in which `optax.masked` may have left a part of the
+    parameters; the count is a number. The result is refused if `updates` is not the mean gradient that
+    it belongs to. If that is known only when the program runs, the result becomes NaN.
     """
-    stats = required(who, name, stats, source(name, per))
-    if isinstance(VOCABULARY[name].statistic, Count):
+    statistic = VOCABULARY[name].statistic if statistic is None else statistic
+    stats = required(who, name, stats, statistic)
+    if statistic == Count():
         return jnp.asarray(stats[name])
     if name == "mean":
         return aligned(who, name, stats[name], updates)
     return of_gradient(who, name, stats, updates)
 
 
-def required(who: str, name: str, stats: Stats | None, text: str) -> Stats:
-    """`stats`, if it has the statistic `name`, which `text` makes."""
+def required(who: str, name: str, stats: Stats | None, statistic: Statistic) -> Stats:
+    """`stats`, if it has a result of the statistic `name`."""
     if stats is None or name not in stats:
         then = (
             "(tx.stats has all that is needed), and hand the results on:\n"
             '    updates, state = tx.update(stats["mean"], state, params, stats=stats)'
         )
-        raise missing(who, name, stats, text, then)
+        raise missing(who, name, stats, written(statistic), then)
     return stats
 
 
 def of_gradient(who: str, name: str, stats: Stats, updates: Tree) -> Tree:
     """A statistic like the parameters that must belong to the gradient `updates`."""
     result = aligned(who, name, stats[name], updates)
-    stats = required(who, "mean", stats, source("mean"))
+    stats = required(who, "mean", stats, VOCABULARY["mean"].statistic)
     differs = is_changed(updates, aligned(who, "mean", stats["mean"], updates))
     if differs is True:
         raise ArgumentError(

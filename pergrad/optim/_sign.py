@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._names import asked
-from pergrad.optim._base import StatsTransformation
+from pergrad._moments import asked
+from pergrad.optim._base import Mask, Number, StatsTransformation, Tree, with_learning_rate
 from pergrad.optim._found import found
-from pergrad.optim._preconditioner import Mask, Number, Tree, stepped
 
 Placement = Literal["examples", "mean", "momentum"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
@@ -85,7 +84,9 @@ def micro_sign_sgd(
     >>> pg.optim.micro_sign_sgd(1e-3).stats
     {'mean': Mean(), 'sign': Mean(sign)}
     """
-    return stepped(scale_by_sign(b1, mu_dtype, of="examples"), learning_rate, weight_decay, mask)
+    return with_learning_rate(
+        scale_by_sign(b1, mu_dtype, of="examples"), learning_rate, weight_decay, mask
+    )
 
 
 def sign_sgd(
@@ -103,7 +104,7 @@ def sign_sgd(
     >>> pg.optim.sign_sgd(1e-3).stats
     {'mean': Mean()}
     """
-    return stepped(scale_by_sign(b1, mu_dtype, of="mean"), learning_rate, weight_decay, mask)
+    return with_learning_rate(scale_by_sign(b1, mu_dtype, of="mean"), learning_rate, weight_decay, mask)
 
 
 def sign_ema(
@@ -121,4 +122,6 @@ def sign_ema(
     >>> pg.optim.sign_ema(1e-3).stats
     {'mean': Mean()}
     """
-    return stepped(scale_by_sign(b1, mu_dtype, of="momentum"), learning_rate, weight_decay, mask)
+    return with_learning_rate(
+        scale_by_sign(b1, mu_dtype, of="momentum"), learning_rate, weight_decay, mask
+    )

@@ -5,7 +5,7 @@ their squares,
 
     E[gbar^2] = mu^2 + sigma^2 / B,     E[q] = mu^2 + sigma^2.
 
-Two equations, so both parts have an unbiased estimate:
+These are two equations, so both parts have an unbiased estimate:
 
     sigma2 = B (q - gbar^2) / (B - 1),     mu2 = gbar^2 - sigma2 / B.
 
@@ -22,12 +22,12 @@ import jax.numpy as jnp
 Array = Any
 
 
-def variance(mean: Array, second_moment: Array, count: Array) -> Array:
+def sigma2_of(mean: Array, second_moment: Array, count: Array) -> Array:
     """sigma2, from gbar, q and B."""
     return correction(count) * (second_moment - jnp.square(mean))
 
 
-def mean_square(mean: Array, sigma2: Array, count: Array) -> Array:
+def mu2_of(mean: Array, sigma2: Array, count: Array) -> Array:
     """mu2, from gbar, sigma2 and B."""
     return jnp.square(mean) - sigma2 / count
 
