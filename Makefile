@@ -11,8 +11,8 @@ NEWEST := .venv-newest
 TORCH := .venv-torch
 OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
 # What depends on the version of JAX: all but the lab, the examples and the checks of the project's files.
-ENGINE := $(filter-out tests/test_lab_% tests/test_examples.py tests/test_processes.py tests/test_project.py, \
-	$(wildcard tests/test_*.py))
+ENGINE := $(filter-out tests/test_lab_% tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py, \
+	$(wildcard tests/test_*.py tests/*/test_*.py))
 PYTEST := -m pytest -n 2 --dist loadgroup
 PROGRAMS ?= 1000
 FIRST_SEED ?= 0
@@ -52,10 +52,10 @@ test-engine-newest: $(NEWEST)/installed ## run the engine's tests alone, a third
 	PERGRAD_TESTS=few $(NEWEST)/bin/python $(PYTEST) $(ENGINE)
 
 mutants: $(VENV)/installed ## break the engine in many small ways and see that the tests notice
-	$(VENV)/bin/python -m tests.mutants
+	$(VENV)/bin/python -m tests.support.mutants
 
 fuzz: $(VENV)/installed ## compare PROGRAMS=1000 random programs from FIRST_SEED=0 on with the oracle, into fuzz.log
-	$(VENV)/bin/python -m tests.fuzz --programs $(PROGRAMS) --first-seed $(FIRST_SEED) --log fuzz.log
+	$(VENV)/bin/python -m tests.support.fuzz --programs $(PROGRAMS) --first-seed $(FIRST_SEED) --log fuzz.log
 
 lint: $(VENV)/installed ## check style, formatting and types
 	$(VENV)/bin/ruff check .

@@ -17,11 +17,10 @@ from jax.extend.core import primitives
 
 import pergrad as pg
 from pergrad import _compat
-from pergrad._choose import STRATEGIES
-from pergrad._hoist import RULES
-from pergrad._steps import STEPS
-from pergrad._trace import CALLS
-from pergrad.terms import TERMS
+from pergrad._cut import STEPS, TERMS
+from pergrad._cut.hoist.hoist import RULES
+from pergrad._plan import STRATEGIES
+from pergrad._trace.trace import CALLS
 
 PAGE = Path(__file__).with_name("support.md")
 

@@ -13,7 +13,7 @@ from jax import lax
 
 import pergrad as pg
 from pergrad import _compat
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 
 def imported(version: str, *options: str, before: str = "") -> subprocess.CompletedProcess[str]:

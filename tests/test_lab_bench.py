@@ -18,7 +18,8 @@ from pergrad.lab.bench.models import MLP
 from pergrad.lab.config import CaseName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP
-from tests import pages, sheets
+from tests import sheets
+from tests.support import pages
 
 EXAMPLE = "tests.test_lab_price:example"
 # optax's asks a mesh for what those of older JAX do not know, and is then left out.

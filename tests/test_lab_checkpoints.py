@@ -16,7 +16,7 @@ from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.runs import directory
 from pergrad.lab.train import Unwatched, parameters, train
-from tests import labs
+from tests.support import labs
 
 EVERY_DAMAGE = os.environ.get("PERGRAD_TESTS") == "all"
 TINY = Model(layers=1, width=16, heads=2, context=16)

@@ -11,7 +11,7 @@ import pytest
 
 from pergrad.lab import data
 from pergrad.lab.errors import LabError
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 PARTS = ("train", "tune", "test")
 

@@ -16,7 +16,7 @@ from pergrad.lab import cli, runs
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors
-from tests import labs, pages
+from tests.support import labs, pages
 
 SMALL = ("--model.layers=1", "--model.width=16", "--model.heads=2", "--model.context=16")
 DONE = {"steps": 3, "diverged": False, "train_loss": 1.0, "tune_loss": 1.0, "test_loss": 1.0}

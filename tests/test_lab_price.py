@@ -22,7 +22,7 @@ from pergrad.lab.errors import LabError
 from pergrad.lab.progress import ProgressBar
 from pergrad.lab.studies import overhead
 from pergrad.lab.studies._study import Lab, write
-from tests import labs, pages
+from tests.support import labs, pages
 
 
 @pytest.fixture(autouse=True)

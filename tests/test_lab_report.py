@@ -17,7 +17,7 @@ from pergrad.lab import figures
 from pergrad.lab.decide import compare, estimate
 from pergrad.lab.errors import LabError
 from pergrad.lab.report import Figure, Page, Section, Table, settings, write
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 from tests.test_lab_figures import DRAWINGS
 
 ATTACKS = [

@@ -15,7 +15,8 @@ import pytest
 from pergrad.lab import cli, gather
 from pergrad.lab.config import Model, Train, to_json
 from pergrad.lab.train import Unwatched, train
-from tests import labs, pages, sheets
+from tests import sheets
+from tests.support import labs, pages
 
 SEEDS = (0, 1, 2)
 

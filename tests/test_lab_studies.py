@@ -21,7 +21,8 @@ from pergrad.lab.runs import directory
 from pergrad.lab.studies import STUDIES, Lab, _layers, adam, clipping, plane, scaling, sign, snr, write
 from pergrad.lab.sweep import run_all
 from pergrad.lab.train import make_problem, parameters
-from tests import chromium, labs, pages, sheets
+from tests import chromium, sheets
+from tests.support import labs, pages
 
 TINY = Model(layers=1, width=8, heads=2, context=8)
 

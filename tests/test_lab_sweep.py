@@ -16,7 +16,7 @@ from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.progress import RunsBar
 from pergrad.lab.runs import directory
-from tests import labs, pages
+from tests.support import labs, pages
 
 SEEDS = (0, 1, 2)
 ADAM, SIGN = Train(optimizer="adam"), Train(optimizer="sign_ema")

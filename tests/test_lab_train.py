@@ -22,7 +22,7 @@ from pergrad.lab.config import Model, OptimizerName, Train, differences, from_js
 from pergrad.lab.errors import LabError
 from pergrad.lab.optimizers import learning_rate
 from pergrad.lab.train import Unwatched, train
-from tests import labs, pages
+from tests.support import labs, pages
 
 TINY = Model(layers=1, width=16, heads=2, context=16)
 OPTIMIZERS = get_args(OptimizerName)

@@ -15,8 +15,8 @@ import pytest
 from jax.extend.core import primitives
 
 import pergrad as pg
-from tests import pages
-from tests.pages import ROOT
+from tests.support import pages
+from tests.support.pages import ROOT
 
 PACKAGE = ROOT / "pergrad"
 # test_frameworks.py runs docs/frameworks.md, and looks at its results; docs/devices.md needs devices.

@@ -1,0 +1,416 @@
+"""Small mistakes in the engine, each of which the tests must notice.
+
+    python -m tests.support.mutants            # all of them; `make mutants` does that
+    python -m tests.support.mutants streamed   # those whose name contains a word
+
+A mutant is the package with one line changed: a sign, a missing weight, a wrong axis. For each the tests
+that are named beside it run on a copy of the project, and one of them has to fail. What survives is
+listed at the end. There is a mutant for every strategy, every kind of term, every statistic and every
+way in which results are merged (`tests/library/test_mutants.py` holds the list to that).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.support.pages import ROOT
+
+AT_ONCE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """`of` names what is broken: in `file`, `before` becomes `after`. `tests` are pytest's arguments."""
+
+    of: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+def cases(*names: str, file: str = "tests/library/test_cases.py") -> tuple[str, ...]:
+    """The tests of these cases."""
+    return file, "-k", " or ".join(f"[{name}]" for name in names)
+
+
+WHOLE = ("tests/statistics/test_whole_gradients.py", "-k", "test_alone or microbatch or weights")
+GROUPS = ("tests/cut/test_units.py", "-k", "test_groups or padding")
+TOKENS = ("tests/cut/test_units.py", "-k", "test_tokens")
+COMBINED = ("tests/statistics/test_combine.py", "-k", "not devices")
+DEVICES = ("tests/library/test_devices.py",)
+
+MUTANTS = (
+    # strategies
+    Mutant(
+        "Summed",
+        "pergrad/_cut/tail.py",
+        "g + jnp.asarray(total - 1, c.dtype) * c for",
+        "g + jnp.asarray(total, c.dtype) * c for",
+        cases("regularised"),
+    ),
+    Mutant(
+        "Summed",
+        "pergrad/_strategies/summed.py",
+        "return pull(job.given)[0]",
+        "return jnp.abs(pull(job.given)[0])",
+        WHOLE,
+    ),
+    Mutant(
+        "Factored",
+        "pergrad/_strategies/factored.py",
+        "x * mean.apply(tail.number(",
+        "x * (tail.number(",
+        cases("scaled_parameters"),
+    ),
+    Mutant(
+        "Centred",
+        "pergrad/_strategies/centred.py",
+        "x[rest:].reshape(steps",
+        "x[: len(x) - rest].reshape(steps",
+        ("tests/strategies/test_precision.py", "-k", "centred"),
+    ),
+    Mutant(
+        "Centred",
+        "pergrad/_strategies/centred.py",
+        "m2 = m2 + weigh(",
+        "m2 = m2 - weigh(",
+        cases("mlp"),
+    ),
+    Mutant(
+        "Gram",
+        "pergrad/_strategies/gram.py",
+        "square = jnp.square(tail.similarity(env, x.dtype))",
+        "square = tail.similarity(env, x.dtype)",
+        cases("scaled_parameters", file="tests/library/test_cases_whole.py"),
+    ),
+    Mutant(
+        "Streamed",
+        "pergrad/_strategies/streamed.py",
+        "rest = jax.tree.map(lambda x: x[grouped:], xs)",
+        "rest = jax.tree.map(lambda x: x[: size - grouped], xs)",
+        (
+            "tests/strategies/test_precision.py",
+            "tests/library/test_cases.py",
+            "-k",
+            "stream or accelerators",
+        ),
+    ),
+    Mutant(
+        "Streamed",
+        "pergrad/_strategies/streamed.py",
+        "gs, w = gradients(factors), examples.weights if w is None else w",
+        "gs, w = gradients(factors), examples.total / examples.size",
+        cases("mlp", "transformer"),
+    ),
+    Mutant(
+        "Sparse",
+        "pergrad/_strategies/sparse.py",
+        "mean.apply(values) - mean.apply(zero)",
+        "mean.apply(values)",
+        cases("embedding_indexed"),
+    ),
+    Mutant(
+        "Sparse, looked up twice",
+        "pergrad/_strategies/sparse.py",
+        "for way in self.ways:",
+        "for way in self.ways[:1]:",
+        cases("looked_up_twice"),
+    ),
+    Mutant(
+        "Sparse, rows left out",
+        "pergrad/_strategies/sparse.py",
+        "values = jnp.where(arrives != 0, values, 0)",
+        "pass",
+        cases("masked_twice"),
+    ),
+    Mutant(
+        "Sparse, what is not finite",
+        "pergrad/_strategies/sparse.py",
+        "return 0 if self.of_nothing is None else jnp.sum(jnp.square(self.of_nothing))",
+        "return 0",
+        ("tests/cut/test_lookups.py", "-k", "not_finite"),
+    ),
+    Mutant(
+        "ways: layouts",
+        "pergrad/_cut/ways.py",
+        "return [stride.layout for stride in self.strides if not stride.stays]",
+        "return []",
+        cases("looked_up_in_two_layouts"),
+    ),
+    Mutant(
+        "ways: numbers",
+        "pergrad/_cut/ways.py",
+        "return self._transposed(env, dtype, scales=True)",
+        "return jnp.ones((), dtype)",
+        cases("scaled_rows"),
+    ),
+    Mutant(
+        "Sparse",
+        "pergrad/_strategies/sparse.py",
+        "jnp.maximum(n - t, 0)) * jnp.square(mean)",
+        "jnp.maximum(n - t, 0)) * mean",
+        cases("embedding_indexed"),
+    ),
+    Mutant(
+        "Materialise",
+        "pergrad/_strategies/materialise.py",
+        "return statistic.add_all(state, gs, examples.weights)",
+        "return statistic.add_all(state, gs, 1 / examples.size)",
+        cases("mlp"),
+    ),
+    # terms
+    Mutant(
+        "Product",
+        "pergrad/_cut/terms/product.py",
+        "x, d = weigh_factors(x.astype(dtype), d.astype(dtype), w)",
+        "x, d = x.astype(dtype), d.astype(dtype)",
+        cases("mlp"),
+    ),
+    Mutant(
+        "Convolution",
+        "pergrad/_cut/terms/convolution.py",
+        "starts = [strides[axis] * p for",
+        "starts = [p for",
+        cases("conv_2d", "conv_1d"),
+    ),
+    Mutant(
+        "Ragged",
+        "pergrad/_cut/terms/ragged.py",
+        "order = jnp.argsort(_groups(sizes, x.shape[1]).reshape(-1), stable=True)",
+        "order = jnp.arange(x.shape[0] * x.shape[1])",
+        ("tests/library/test_cases.py", "-k", "ragged"),
+    ),
+    Mutant(
+        "Scatter",
+        "pergrad/_cut/terms/scatter.py",
+        'table.at[keys.reshape(-1)].add(values.reshape(size * n, s, *row), mode="drop")',
+        'table.at[keys.reshape(-1)].set(values.reshape(size * n, s, *row), mode="drop")',
+        cases("embedding_indexed"),
+    ),
+    Mutant(
+        "Slice",
+        "pergrad/_cut/terms/scatter.py",
+        "start = jnp.clip(start, 0, table_shape[a] - part_shape[a])",
+        "start = jnp.clip(start, 0, table_shape[a])",
+        ("tests/library/test_cases.py", "-k", "slice"),
+    ),
+    Mutant(
+        "Total",
+        "pergrad/_cut/terms/total.py",
+        "return jnp.sum(weigh(_wide(env[self.out], self.out), w), axis=0)",
+        "return jnp.sum(_wide(env[self.out], self.out), axis=0)",
+        cases("layer_norm_mlp"),
+    ),
+    Mutant(
+        "Sum",
+        "pergrad/_cut/terms/total.py",
+        "x = jnp.moveaxis(x, [a + 1 for a in self.axes], range(1, 1 + len(self.axes)))",
+        "x = jnp.moveaxis(x, [a for a in self.axes], range(1, 1 + len(self.axes)))",
+        TOKENS,
+    ),
+    # statistics
+    Mutant(
+        "Mean",
+        "pergrad/_statistics/of_parameters.py",
+        "return added(state, weigh(self.apply(g), w))",
+        "return added(state, self.apply(g))",
+        cases("mlp"),
+    ),
+    Mutant(
+        "Variance",
+        "pergrad/_statistics/of_parameters.py",
+        "m2 + weigh(jnp.square(d), of_g * share)",
+        "m2 + weigh(jnp.square(d), of_g)",
+        cases("mlp"),
+    ),
+    Mutant(
+        "Variance",
+        "pergrad/_statistics/of_parameters.py",
+        "m2_a + m2_b + jnp.square(d) * (s_a * of_b)",
+        "m2_a + m2_b",
+        cases("mlp", "transformer"),
+    ),
+    Mutant(
+        "Fold",
+        "pergrad/_statistics/of_parameters.py",
+        "jnp.where(w > 0, n, s)",
+        "n",
+        cases("mlp"),
+    ),
+    Mutant(
+        "Individual",
+        "pergrad/_statistics/of_parameters.py",
+        """    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return g
+""",
+        """    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        return -g
+""",
+        cases("mlp"),
+    ),
+    Mutant(
+        "Norm",
+        "pergrad/_statistics/of_examples.py",
+        "return jnp.sum(jnp.square(wide(g)))",
+        "return jnp.sum(jnp.abs(wide(g)))",
+        WHOLE,
+    ),
+    Mutant(
+        "Dot",
+        "pergrad/_statistics/of_examples.py",
+        "return jnp.sum(wide(g) * given)",
+        "return jnp.sum(wide(g) * jnp.abs(given))",
+        WHOLE,
+    ),
+    Mutant(
+        "Gram",
+        "pergrad/_statistics/of_examples.py",
+        "return own @ gs.T",
+        "return jnp.abs(own @ gs.T)",
+        WHOLE,
+    ),
+    Mutant(
+        "ClippedMean",
+        "pergrad/_run/run.py",
+        "return jnp.where(w != 0, w * own.astype(w.dtype), 0)",
+        "return jnp.where(w != 0, own.astype(w.dtype) / w.size, 0)",
+        WHOLE,
+    ),
+    Mutant(
+        "Factors",
+        "pergrad/_cut/factor_pairs.py",
+        "d = d * (unit.similarity(env, d.dtype) / contributions(tail, 0))",
+        "d = d * unit.similarity(env, d.dtype)",
+        ("tests/cut/test_factor_pairs.py",),
+    ),
+    Mutant(
+        "Count",
+        "pergrad/_call/call.py",
+        "return self.devices.add(jnp.sum(weights))",
+        "return self.devices.add(jnp.sum(weights > 0))",
+        cases("mlp"),
+    ),
+    Mutant(
+        "Loss",
+        "pergrad/_call/call.py",
+        "value = self.devices.add(weighted_sum(losses, self._shares(w)))",
+        "value = self.devices.add(jnp.mean(losses))",
+        cases("mlp"),
+    ),
+    # units and microbatches
+    Mutant(
+        "groups",
+        "pergrad/_cut/units.py",
+        "shares = w / jnp.where(weights > 0, weights, 1)[:, None]",
+        "shares = jnp.full_like(w, 1 / k)",
+        GROUPS,
+    ),
+    Mutant(
+        "tokens",
+        "pergrad/_cut/units.py",
+        "env[term.out] = contribution if total == 1 else contribution * total",
+        "env[term.out] = contribution",
+        TOKENS,
+    ),
+    Mutant(
+        "microbatches",
+        "pergrad/_run/run.py",
+        "w = jnp.concatenate([w, jnp.zeros(missing, w.dtype)])",
+        "w = jnp.concatenate([w, w[:missing]])",
+        WHOLE,
+    ),
+    # merges
+    Mutant(
+        "Merging.ADDED",
+        "pergrad/_statistics/combine.py",
+        "                return self.add(results)\n",
+        "                return results[0]\n",
+        COMBINED,
+    ),
+    Mutant(
+        "Merging.WEIGHED",
+        "pergrad/_statistics/combine.py",
+        "weigh(m.astype(dtype), n) for m, n in zip(means",
+        "m.astype(dtype) * self.add(counts) / 2 for m, n in zip(means",
+        COMBINED,
+    ),
+    Mutant(
+        "Merging.CENTRED",
+        "pergrad/_statistics/combine.py",
+        "weigh((n - 1) * v + n * jnp.square(m.astype(dtype) - mean), n > 0)",
+        "weigh((n - 1) * v, n > 0)",
+        COMBINED,
+    ),
+    Mutant(
+        "Merging.JOINED",
+        "pergrad/_statistics/combine.py",
+        "return jax.tree.map(lambda *x: self.join(x), *results)",
+        "return jax.tree.map(lambda *x: self.join(x[::-1]), *results)",
+        COMBINED,
+    ),
+    Mutant(
+        "part_of_all",
+        "pergrad/_statistics/of_parameters.py",
+        "return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)",
+        "return s, mean_s, m2_s",
+        DEVICES,
+    ),
+    Mutant(
+        "merge of devices",
+        "pergrad/_ir/devices.py",
+        "state = _select(takes, two(state, other), state)",
+        "state = _select(takes, two(other, state), state)",
+        DEVICES,
+    ),
+)
+
+
+def is_noticed(mutant: Mutant) -> bool:
+    """Whether one of the tests beside the mutant fails with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "project"
+        left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "runs", "bench")
+        shutil.copytree(ROOT, copy, ignore=left_out, symlinks=True)
+        path = copy / mutant.file
+        text = path.read_text()
+        assert text.count(mutant.before) == 1, f"{mutant.file} has not one {mutant.before!r}"
+        path.write_text(text.replace(mutant.before, mutant.after))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+        ran = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        assert ran.returncode in (0, 1), f"{mutant.of}: no test ran\n{ran.stdout}{ran.stderr}"
+        return ran.returncode == 1
+
+
+def survivors(mutants: Sequence[Mutant]) -> Iterator[Mutant]:
+    """Those that no test notices; says of each what became of it."""
+
+    def timed(mutant: Mutant) -> tuple[Mutant, bool, float]:
+        start = time.monotonic()
+        return mutant, is_noticed(mutant), time.monotonic() - start
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for mutant, noticed, seconds in pool.map(timed, mutants):
+            what = "noticed" if noticed else "SURVIVED"
+            print(f"{what:8}  {seconds:5.0f} s  {mutant.of}: {mutant.after.strip()}", flush=True)
+            if not noticed:
+                yield mutant
+
+
+def main(words: Sequence[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word.lower() in m.of.lower() for word in words)]
+    left = list(survivors(chosen))
+    print(f"{len(chosen) - len(left)} of {len(chosen)} mutants were noticed.")
+    return 1 if left or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Statistics of whole gradients: what every case is asked, the truth, and the bounds.
+
+The bounds follow from the one of `bounds`, a gradient that is off by up to ERROR * G in every entry of
+a leaf. The leaf as a vector of n entries is then off by up to ERROR * S, where S = G sqrt(n), and all
+leaves together by ERROR * S, where S^2 is the sum of theirs. So
+
+    a norm, or the dot product with a direction of length 1:  ERROR * S
+    the inner product of two gradients:                       2 ERROR * S^2
+    a gradient clipped to the norm c:                         ERROR * G (1 + S / c)
+    its square:                                               2 G times that
+
+and a result of several leaves has a bound that looks at each of them: no large leaf hides a small one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pergrad as pg
+from tests.support import oracle
+from tests.support.bounds import assert_within, kept, scales
+from tests.support.cases import array
+from tests.support.truth import Truth
+
+Tree = Any
+
+OF_LEAVES = ("norm_by_leaf", "norm_by_leaf_where", "clipped", "clipped_square", "clipped_by_leaf")
+
+
+class Questions:
+    """The statistics that a case is asked for, by name, and their truth.
+
+    `paths` are the names of its parameters. Half of them are selected where a predicate selects; half of
+    the examples are clipped.
+    """
+
+    def __init__(self, truth: Truth, paths: Sequence[str]) -> None:
+        self.truth = truth
+        self.leaves, self.tree = jax.tree.flatten(truth.grads)
+        selected = set(paths[::2])
+        self.selected = [path in selected for path in paths]
+        self.max_norm = float(np.median(oracle.norm(truth.grads))) or 1.0
+        of_leaves = np.concatenate([oracle.norm([x]) for x in self.leaves])
+        of_leaves = of_leaves[of_leaves > 0]
+        self.max_norm_of_leaf = float(np.median(of_leaves)) if of_leaves.size else 1.0
+        where: Callable[[str], bool] = lambda path: path in selected  # noqa: E731
+        self.statistics = {
+            "norm": pg.Norm(),
+            "norm_where": pg.Norm(where=where),
+            "norm_by_leaf": pg.Norm(by="leaf"),
+            "norm_by_leaf_where": pg.Norm(by="leaf", where=where),
+            "gram": pg.Gram(),
+            "gram_where": pg.Gram(where=where),
+            "dot": pg.Dot(),
+            "clipped": pg.ClippedMean(self.max_norm),
+            "clipped_square": pg.ClippedMean(self.max_norm, phi=jnp.square),
+            "clipped_by_leaf": pg.ClippedMean(self.max_norm_of_leaf, by="leaf"),
+        }
+
+    def direction(self, like: Tree) -> Tree:
+        """A direction of length 1, like the parameters `like`."""
+        r = np.random.default_rng(0)
+        leaves = [r.normal(size=jnp.shape(x)) for x in jax.tree.leaves(like)]
+        length = np.sqrt(sum(np.sum(np.square(x)) for x in leaves))
+        leaves = [
+            array(x / length, jnp.result_type(p))
+            for x, p in zip(leaves, jax.tree.leaves(like), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def assert_agrees(self, stats: Any, direction: Tree, weights: Any, error: float) -> None:
+        """Compares what results there are with the truth.
+
+        An example of weight 0 may have any norm of its own.
+        """
+        w = np.ones(len(self.truth.losses)) if weights is None else np.asarray(weights)
+        G = scales(self.truth, w)
+        S = [g * np.sqrt(x[0].size) for g, x in zip(G, self.leaves, strict=True)]
+        chosen = [x for x, yes in zip(self.leaves, self.selected, strict=True) if yes]
+        S_chosen = _length([s for s, yes in zip(S, self.selected, strict=True) if yes])
+
+        for name, g, scale in (("", self.leaves, _length(S)), ("_where", chosen, S_chosen)):
+            if "norm" + name in stats:
+                _assert_examples(stats["norm" + name], oracle.norm(g), w, error * scale, "norm" + name)
+            if "gram" + name in stats:
+                products = kept(np.asarray(stats["gram" + name]).T, w).T
+                truth = kept(oracle.gram(g).T, w).T
+                _assert_examples(products, truth, w, 2 * error * scale**2, "gram" + name)
+        if "dot" in stats:
+            dots = oracle.dot(self.truth.grads, direction)
+            _assert_examples(stats["dot"], dots, w, error * _length(S), "dot")
+
+        truth, squares = (
+            jax.tree.leaves(oracle.clipped_mean(self.truth.grads, self.max_norm, w, phi))
+            for phi in (None, np.square)
+        )
+        flat = {name: self.tree.flatten_up_to(x) for name, x in stats.items() if name in OF_LEAVES}
+        for name, leaves in flat.items():
+            for i, g in enumerate(self.leaves):
+                where = f"{name} of leaf {i}"
+                match name:
+                    case "norm_by_leaf_where" if not self.selected[i]:
+                        assert leaves[i] is None, where
+                    case "norm_by_leaf" | "norm_by_leaf_where":
+                        _assert_examples(leaves[i], oracle.norm([g]), w, error * S[i], where)
+                    case "clipped":
+                        bound = error * G[i] * (1 + _length(S) / self.max_norm)
+                        assert_within(leaves[i], truth[i], bound, where)
+                    case "clipped_square":
+                        bound = 3 * G[i] * error * G[i] * (1 + _length(S) / self.max_norm)
+                        assert_within(leaves[i], squares[i], bound, where)
+                    case "clipped_by_leaf":
+                        c = self.max_norm_of_leaf
+                        bound = error * G[i] * (1 + S[i] / c)
+                        assert_within(leaves[i], oracle.clipped_mean(g, c, w), bound, where)
+
+
+def _length(numbers: Sequence[float]) -> float:
+    return float(np.sqrt(np.sum(np.square(numbers))))
+
+
+def _assert_examples(result: Any, truth: Any, w: np.ndarray, bound: float, where: str) -> None:
+    assert np.shape(result) == np.shape(truth), f"{where}: shape {np.shape(result)}"
+    assert_within(kept(result, w), kept(truth, w), bound, where)
