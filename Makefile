@@ -11,7 +11,7 @@ NEWEST := .venv-newest
 TORCH := .venv-torch
 OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
 # What depends on the version of JAX: all but the lab, the examples and the checks of the project's files.
-ENGINE := $(filter-out tests/test_lab_% tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py, \
+ENGINE := $(filter-out tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py, \
 	$(wildcard tests/test_*.py tests/*/test_*.py))
 PYTEST := -m pytest -n 2 --dist loadgroup
 PROGRAMS ?= 1000
@@ -66,7 +66,7 @@ bench: $(VENV)/bench ## time and memory beside jax.grad, vmap(grad), optax and j
 	$(VENV)/bin/pergrad bench
 
 bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and torch.func
-	$(TORCH)/bin/python -m benchmarks.torch_side_by_side
+	$(TORCH)/bin/python -m pergrad.lab.bench.torch_side_by_side
 
 clean: ## remove the environments and all caches
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) .pytest_cache .ruff_cache build dist

@@ -136,6 +136,47 @@ def test_imports_go_one_way(module):
     assert not {name for name in others if name.count(".") > 2}
 
 
+# The folders of the lab and the files beside them, in the same way.
+LAB_ORDER = [
+    *("errors", "files", "config", "timing"),
+    *("run", "compare", "pages", "bench", "studies"),
+    *("progress", "cli", "__main__"),
+]
+LAB_MODULES = sorted(module for module in MODULES if module.startswith("pergrad.lab."))
+
+
+def lab_room_of(name):
+    return name.split(".")[2]
+
+
+def test_order_of_the_lab_names_every_room():
+    assert sorted(LAB_ORDER) == sorted({lab_room_of(module) for module in LAB_MODULES})
+
+
+@pytest.mark.parametrize("module", LAB_MODULES)
+def test_imports_in_the_lab_go_one_way(module):
+    own = lab_room_of(module)
+    in_lab = {name for name in imports(MODULES[module]) if name.startswith("pergrad.lab.")}
+    others = {name for name in in_lab if lab_room_of(name) != own}
+    assert {lab_room_of(name) for name in others} <= set(LAB_ORDER[: LAB_ORDER.index(own)])
+    # `pergrad.lab.run.records` is what the folder gives, `pergrad.lab.run.records.Run` what a file has.
+    folders = {lab_room_of(module) for module in LAB_MODULES if module.count(".") > 2}
+    assert not {name for name in others if lab_room_of(name) in folders and name.count(".") > 3}
+
+
+@pytest.mark.parametrize("module", ["pergrad.lab", *LAB_MODULES])
+def test_lab_uses_what_is_public(module):
+    ours = {name for name in imports(MODULES[module]) if name.split(".")[0] == "pergrad"}
+    outside = {name.split(".")[1] for name in ours if "." in name} - {"lab"}
+    assert outside <= NAMES | ROOMS | {"nnx"}
+    private = {
+        ast.unparse(node)
+        for node in ast.walk(MODULES[module])
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("pg._")
+    }
+    assert private <= {"pg.__version__"}
+
+
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"pergrad._compat"}))
 def test_internals_of_jax_enter_through_compat(module):
     tree = MODULES[module]

@@ -1,13 +1,19 @@
 """The lab: trains language models with pergrad's optimizers and turns the runs into findings.
 
-Needs the extra `pergrad[lab]`; nothing else in pergrad imports it. Reading order is running order:
+The lab needs the extra `pergrad[lab]`. It is an application: it uses what `pergrad` exports, and nothing
+else in `pergrad` imports it. A folder of the lab imports only from what stands above it in this list:
 
-    config    what is asked for            data      text and images without a download
-    model     what is trained              train     one run, in a directory of its own (runs)
-    sweep     many runs, fairly tuned      decide    what a difference between runs says
-    report    a page with figures          findings  a sweep as such a page
-    gather    any runs as such a page      progress  what is seen in the terminal meanwhile
-    timing    programs side by side        tasks     the same statistics in every way there is
-    price     what they cost               bench     on many models, as tables and figures
-    studies   a module for every question  cli       the command `pergrad`
+    errors, files      an error in one line, and how files are written
+    config             what is asked for
+    timing             functions of the same arguments, timed side by side
+    run/               one training run: data, model, optimizer, and the run's own directory
+    compare/           many runs, fairly tuned, and what a difference between them says
+    pages/             a page with figures: about a sweep, a study, or any runs that are there
+    bench/             what statistics cost, on many models and in every way there is
+    studies/           the questions of the paper, one module each
+    progress, cli      what is seen in the terminal, and the command `pergrad`
+
+One folder takes whole modules from another (`from pergrad.lab.run import records`), so that a module is
+loaded only where it is needed: `pergrad --help` loads no model, and a process whose memory is measured
+draws no figures.
 """

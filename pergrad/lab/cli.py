@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pergrad as pg
-from pergrad.lab import decide
+from pergrad.lab.compare import decide
 from pergrad.lab.config import (
     CaseName,
     Model,
@@ -58,7 +58,7 @@ def train(
         process_id: which of them this is, from 0.
         coordinator_timeout: seconds to wait for the others, at the start and when one falls silent.
     """
-    from pergrad.lab import devices  # these load JAX and Flax, which `--help` can do without
+    from pergrad.lab.run import devices  # imported here, as all that `pergrad --help` can do without
 
     peers = devices.join(coordinator_address, num_processes, process_id, coordinator_timeout)
     with devices.together(peers):
@@ -66,9 +66,9 @@ def train(
 
 
 def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | None) -> None:
-    from pergrad.lab import devices, events, runs, train
+    from pergrad.lab.run import devices, events, records, train
 
-    directory = run_dir or runs.directory(Path("runs"), config)
+    directory = run_dir or records.directory(Path("runs"), config)
     place = devices.make_place(mesh)
     if not devices.is_first():
         train.train(config, directory, place=place)
@@ -128,8 +128,8 @@ def sweep(
         processes: how many runs at a time.
         extensions: how often a grid may grow where the best value sits on its edge.
     """
-    from pergrad.lab import findings
-    from pergrad.lab import sweep as sweeps
+    from pergrad.lab.compare import sweep as sweeps
+    from pergrad.lab.pages import findings
 
     console = Console()
 
@@ -205,19 +205,18 @@ def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
         out: where runs, results, figures and the page are written.
         processes: how many runs at a time.
     """
-    from pergrad.lab import price
-    from pergrad.lab.bench import tables
-    from pergrad.lab.tasks import AUTO, FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, TASKS, VMAP
-    from pergrad.lab.train import make_problem
+    from pergrad.lab.bench import price, tables, tasks
+    from pergrad.lab.run import train
 
     console = Console()
-    problem = make_problem(DEMO)
+    problem = train.make_problem(DEMO)
     params, batch = problem.params, problem.batches[0]
-    task = TASKS["moments"]
+    task = tasks.TASKS["moments"]
     console.rule("The plan: mean and second moment of per-example gradients")
     print(pg.explain(problem.loss, task.statistics)(params, batch))
     console.rule("The price, measured beside jax.grad")
-    names = (FLOOR, VMAP, f"{MICRO_GRAD}{MICROBATCH}1", PERGRAD, AUTO)
+    one_at_a_time = f"{tasks.MICRO_GRAD}{tasks.MICROBATCH}1"
+    names = (tasks.FLOOR, tasks.VMAP, one_at_a_time, tasks.PERGRAD, tasks.AUTO)
     found = price.measure(problem.loss, task, params, batch, names=names, rounds=9, budget=4.0)
     tables.show(console, "", price.numbers(found.results))
     console.rule("A study: three places for the sign, on the sources of Python's library")
@@ -235,7 +234,7 @@ def report(
         runs: directories of runs, or directories that contain them, such as a sweep's.
         out: where the page, its figures and `results.jsonl` are written.
     """
-    from pergrad.lab import gather
+    from pergrad.lab.pages import gather
 
     page = gather.write(runs, out, command="pergrad " + shlex.join(sys.argv[1:]))
     Console().print(Text(str(page), "bold"), soft_wrap=True)
@@ -250,17 +249,16 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         loss: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch; or the lab's model.
     """
     if loss is None:
-        from pergrad.lab.optimizers import make
-        from pergrad.lab.train import make_problem
+        from pergrad.lab.run import optimizers, train
 
         config = Train(optimizer="micro_adam")
-        problem = make_problem(config)
+        problem = train.make_problem(config)
         args = problem.params, problem.batches[0]
-        print(pg.explain(problem.loss, make(config).stats)(*args))
+        print(pg.explain(problem.loss, optimizers.make(config).stats)(*args))
         return
-    from pergrad.lab.bench.cases import example
+    from pergrad.lab.bench import cases
 
-    function, params, batch = example(loss)
+    function, params, batch = cases.example(loss)
     stats = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "norm": pg.Norm()}
     print(pg.explain(function, stats)(params, batch))
 

@@ -4,16 +4,16 @@ import re
 
 import jax
 
-from pergrad._errors import PergradError
+import pergrad as pg
 
 
-class LabError(PergradError):
+class LabError(pg.PergradError):
     """A problem with files, arguments or a run, that the user can mend. One line, no traceback."""
 
 
 def in_one_line(error: BaseException) -> str | None:
     """What to tell about an error that the user can mend; None if a traceback is needed to mend it."""
-    if isinstance(error, PergradError):
+    if isinstance(error, pg.PergradError):
         return str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in _of_jax(error):
         size = re.search(r"allocat\w* (\d+) bytes", str(error))

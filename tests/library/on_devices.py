@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 import pergrad as pg
 from pergrad.lab.config import Model, Train
-from pergrad.lab.devices import make_place
 from pergrad.lab.errors import LabError
-from pergrad.lab.model import Transformer
-from pergrad.lab.runs import read_metrics
-from pergrad.lab.train import Unwatched, train
+from pergrad.lab.run.devices import make_place
+from pergrad.lab.run.model import Transformer
+from pergrad.lab.run.records import read_metrics
+from pergrad.lab.run.train import Unwatched, train
 from tests.support import labs, pages
 from tests.support.cases import BATCH, array
 from tests.support.claims import close, refused

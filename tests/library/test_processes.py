@@ -14,8 +14,8 @@ import pytest
 
 from pergrad.lab import cli
 from pergrad.lab.config import Model, Train
-from pergrad.lab.runs import read_metrics
-from pergrad.lab.train import Unwatched, train
+from pergrad.lab.run.records import read_metrics
+from pergrad.lab.run.train import Unwatched, train
 from tests.support import labs
 from tests.support.pages import ROOT
 

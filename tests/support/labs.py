@@ -12,10 +12,12 @@ from tests.support import pages
 
 
 def write_text(folder: Path, files: int = 8) -> Path:
-    """Real text, a little: this project's own sources."""
+    """A little real text: some of this project's own sources."""
     folder.mkdir(exist_ok=True)
-    for file in sorted((pages.ROOT / "pergrad").glob("*.py"))[:files]:
-        shutil.copy(file, folder)
+    package = pages.ROOT / "pergrad"
+    sources = sorted(file for file in package.rglob("*.py") if file.name != "__init__.py")
+    for file in sources[:files]:
+        shutil.copy(file, folder / "-".join(file.relative_to(package).parts))
     return folder
 
 

@@ -21,7 +21,7 @@ FIRST_PROGRAM = int(os.environ.setdefault("PERGRAD_SEED", str(1000 * datetime.da
 SHORTENED = {
     "library/test_cases.py": {"test_low_precision", "test_means_alone"},
     "library/test_cases_whole.py": {"test_whole_gradients_and_units", "test_mixed_precision"},
-    "test_lab_bench.py": {"test_every_model_agrees_with_vmap"},
+    "lab/bench/test_bench.py": {"test_every_model_agrees_with_vmap"},
     "cut/test_loops.py": {"test_elementwise_statistics", "test_all_that_can_leaves"},
     "strategies/test_precision.py": {
         "test_variance_is_accurate_when_the_mean_is_large",
@@ -48,13 +48,13 @@ SHORTENED = {
 }
 
 
-# Modules whose tests are runs of a few programs, which one process compiles once.
+# Files whose tests are runs of a few programs, which one process compiles once.
 ONE_WORKER = {
-    "test_lab_price.py",
-    "test_lab_report_runs.py",
-    "test_lab_studies.py",
-    "test_lab_sweep.py",
-    "test_lab_train.py",
+    "lab/bench/test_price.py",
+    "lab/compare/test_sweep.py",
+    "lab/pages/test_gather.py",
+    "lab/run/test_train.py",
+    "lab/studies/test_studies.py",
 }
 
 

@@ -1,6 +1,15 @@
 """The benchmark: what a user would pick instead, side by side with pergrad.
 
-models    what is differentiated        cases     the list of them, and how they grow
-peak      memory of a whole process     run       everything measured, into one JSON file
-tables    the numbers as tables         drawings  and as figures
+tasks      the same statistics, asked for in every way there is
+price      what they cost, measured
+models     what is differentiated
+cases      the list of models, and how they grow
+peak       the memory of a whole process
+run        everything measured, into one JSON file
+tables     the numbers as tables
+drawings   the numbers as figures
+
+Three modules are commands, `python -m pergrad.lab.bench.NAME`: `docs` writes the numbers into the pages
+of the documentation; `torch_side_by_side` measures PyTorch's libraries on the models of `torch_models`,
+in an environment of its own; and `mean_square` compares estimators of the squared mean gradient.
 """

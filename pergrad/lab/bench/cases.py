@@ -22,9 +22,9 @@ from pergrad.lab.bench.models import (
     ResNet,
     Transformer,
 )
+from pergrad.lab.bench.tasks import TASKS, Loss, Task, Tree, of_one_position
 from pergrad.lab.config import CaseName, TaskName
 from pergrad.lab.errors import LabError
-from pergrad.lab.tasks import TASKS, Loss, Task, Tree, of_one_position
 
 CASES: dict[CaseName, Model] = {
     "mlp": MLP(batch=128, width=1024, layers=4),

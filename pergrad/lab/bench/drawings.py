@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Sheet
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pergrad.lab import sheet, tasks
-from pergrad.lab.bench import cases
+from pergrad.lab.bench import cases, tasks
 from pergrad.lab.bench.tables import Row, measured, short
+from pergrad.lab.bench.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP, family
 from pergrad.lab.config import PartName, TaskName
 from pergrad.lab.files import disk_errors, replace
-from pergrad.lab.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP, family
+from pergrad.lab.pages import sheet
 
 ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY)  # who has which colour
 LOOKS: dict[str, dict[str, Any]] = {

@@ -427,9 +427,9 @@ class FlaxTransformer:
         return _tokens(key, self.batch, self.length, self.vocab)
 
     def loss(self, params: Any, windows: jax.Array) -> jax.Array:
-        from pergrad.lab.model import text_loss
+        from pergrad.lab.run import model
 
-        return text_loss(self._graph, params, windows)
+        return model.text_loss(self._graph, params, windows)
 
     @functools.cached_property
     def _graph(self) -> Any:
@@ -438,7 +438,8 @@ class FlaxTransformer:
     def _graph_and_params(self, key: jax.Array) -> tuple[Any, Any]:
         from flax import nnx  # which the other models can do without
 
-        from pergrad.lab import config, model
+        from pergrad.lab import config
+        from pergrad.lab.run import model
 
         sizes = config.Model(
             layers=self.layers, width=self.width, heads=self.width // HEAD_WIDTH, context=self.length

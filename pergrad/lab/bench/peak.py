@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from pergrad.lab import tasks, timing
-from pergrad.lab.bench import cases
+from pergrad.lab import timing
+from pergrad.lab.bench import cases, tasks
 from pergrad.lab.errors import LabError
 
 # Not `ru_maxrss`, in which Linux includes what the parent had when it started the child.

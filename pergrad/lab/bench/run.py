@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pergrad.lab import price, runs, tasks
-from pergrad.lab.bench import cases, peak
+from pergrad.lab.bench import cases, peak, price, tasks
+from pergrad.lab.bench.tasks import FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, VMAP
 from pergrad.lab.config import CaseName, PartName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors, to_json
-from pergrad.lab.tasks import FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, VMAP
+from pergrad.lab.run import records
 from pergrad.lab.timing import LEAST, Program, Say, to_stderr
 
 Row = dict[str, Any]
@@ -109,14 +109,14 @@ def run(
             say("  is there already\n")
             continue
         rows += measure(item)
-        runs.write_json(out, {"about": about, "results": rows})
+        records.write_json(out, {"about": about, "results": rows})
     return rows
 
 
 def about(settings: Settings) -> dict[str, Any]:
     """Numbers of which all of this is the same can stand beside each other."""
     return {
-        "versions": runs.versions(),
+        "versions": records.versions(),
         "machine": price.machine(),
         "settings": dataclasses.asdict(settings),
     }
@@ -126,7 +126,7 @@ def _done(out: Path, about: Mapping[str, Any]) -> list[Row]:
     """The rows of a run of the same code that was interrupted; none if the checkout has changes."""
     if not out.exists() or about["versions"]["pergrad"].endswith("-dirty"):
         return []
-    found = runs.read_json(out)
+    found = records.read_json(out)
     return found["results"] if found.get("about") == json.loads(to_json(about)) else []
 
 

@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from pergrad.lab.tasks import FLOOR, PERGRAD, family
+from pergrad.lab.bench.tasks import FLOOR, PERGRAD, family
 
 Row = Mapping[str, Any]
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pergrad.lab import decide, report, sweep
+from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Model, Train
-from pergrad.lab.runs import versions
+from pergrad.lab.pages import report
+from pergrad.lab.run import records
 
 # What most presets train: in seconds, and in an hour.
 SMALL = Model(layers=2, width=32, heads=4, context=32)
@@ -94,7 +95,7 @@ def write(
         claim=study.claim,
         ran=f"{outcome.ran}\n\n    {command}",
         sections=outcome.sections,
-        config={"preset": dataclasses.asdict(preset), "versions": versions()},
+        config={"preset": dataclasses.asdict(preset), "versions": records.versions()},
     )
     answers = [verdict for section in outcome.sections for verdict in section.verdicts]
     return report.write(page, out, outcome.rows), answers

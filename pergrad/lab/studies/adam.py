@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pergrad.lab import decide, findings, report, sweep
+from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
-from pergrad.lab.runs import directory, read_metrics
+from pergrad.lab.pages import findings, report
+from pergrad.lab.run import records
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
 
 ADAM, MICRO, VAR, MSQ, CAPPED = (
@@ -145,7 +146,9 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
             for rate in rates:
                 for seed, result in own.runs[rate].items():
                     config = dataclasses.replace(own.method, learning_rate=rate, seed=seed)
-                    losses = [row["loss"] for row in read_metrics(directory(root, config))]
+                    losses = [
+                        row["loss"] for row in records.read_metrics(records.directory(root, config))
+                    ]
                     runs.append((result, result["diverged"] or has_spike(losses)))
                     if rate == own.method.learning_rate:
                         spikes[name][seed] = float(runs[-1][1])

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pergrad.lab import figures, findings, report, sweep
+from pergrad.lab.compare import sweep
 from pergrad.lab.config import OptimizerName, Train
+from pergrad.lab.pages import figures, findings, report
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
 
 OPTIMIZERS: dict[str, OptimizerName] = {"Adam": "adam", "MicroAdam": "micro_adam"}

@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from pergrad.lab import decide, figures, price, report, tasks
+from pergrad.lab.bench import price, tasks
+from pergrad.lab.compare import decide
 from pergrad.lab.config import Model, Train
-from pergrad.lab.decide import CONTRADICTED, NOT_SHOWN, SUPPORTED, Estimate, Verdict
+from pergrad.lab.pages import figures, report
+from pergrad.lab.run import train
 from pergrad.lab.studies._study import Lab, Outcome, Study
-from pergrad.lab.tasks import FLOOR, PERGRAD, VMAP
 from pergrad.lab.timing import Result, silent
-from pergrad.lab.train import make_problem
 
 LIMIT = 1.2  # times `jax.grad`: what counts as little
-NAMES = (PERGRAD, VMAP)
+NAMES = (tasks.PERGRAD, tasks.VMAP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Point:
 
     def memory(self, name: str) -> float:
         """As a multiple of that of `jax.grad`."""
-        return self.results[name].ratios(self.results[FLOOR])["memory"]
+        return self.results[name].ratios(self.results[tasks.FLOOR])["memory"]
 
-    def time(self, name: str) -> Estimate:
+    def time(self, name: str) -> decide.Estimate:
         """As a multiple of that of `jax.grad`: the geometric mean over rounds, and its interval."""
-        ours, floor = self.log_times(name, FLOOR), self.log_times(FLOOR, name)
+        ours, floor = self.log_times(name, tasks.FLOOR), self.log_times(tasks.FLOOR, name)
         e = decide.estimate([ours[i] - floor[i] for i in ours])
-        return Estimate(math.exp(e.mean), math.exp(e.low), _exp(e.high), e.n)
+        return decide.Estimate(math.exp(e.mean), math.exp(e.low), _exp(e.high), e.n)
 
 
 def run(sizes: Preset, lab: Lab) -> Outcome:
@@ -98,13 +98,13 @@ def run(sizes: Preset, lab: Lab) -> Outcome:
 def _measure(sizes: Preset, width: int, length: int) -> Point:
     batch_size = sizes.tokens // length
     model = Model(layers=sizes.layers, width=width, context=length)
-    problem = make_problem(Train(model=model, batch_size=batch_size, data=sizes.data))
+    problem = train.make_problem(Train(model=model, batch_size=batch_size, data=sizes.data))
     found = price.measure(
         problem.loss,
         tasks.TASKS["moments"],
         problem.params,
         problem.batches[0],
-        names=(FLOOR, VMAP, PERGRAD),
+        names=(tasks.FLOOR, tasks.VMAP, tasks.PERGRAD),
         rounds=sizes.rounds,
         budget=sizes.budget,
         say=silent,
@@ -117,15 +117,21 @@ def _measure(sizes: Preset, width: int, length: int) -> Point:
 
 def time_verdict(
     claim: str, points: Sequence[Point], name: str, beside: str, limit: float = 1.0
-) -> Verdict:
+) -> decide.Verdict:
     """Whether `name` takes less than `limit` times the time of `beside`, at every point."""
     level = decide.level_of_each(len(points))
     each = []
     for point in points:
         bound = {i: x + math.log(limit) for i, x in point.log_times(beside, name).items()}
         each.append(decide.compare(claim, point.log_times(name, beside), bound, level=level))
-    count = [sum(v.answer == answer for v in each) for answer in (SUPPORTED, CONTRADICTED)]
-    answer = SUPPORTED if count[0] == len(each) else CONTRADICTED if count[1] else NOT_SHOWN
+    count = [sum(v.answer == answer for v in each) for answer in (decide.SUPPORTED, decide.CONTRADICTED)]
+    answer = (
+        decide.SUPPORTED
+        if count[0] == len(each)
+        else decide.CONTRADICTED
+        if count[1]
+        else decide.NOT_SHOWN
+    )
     worst, point = max(zip(each, points, strict=True), key=lambda pair: pair[0].difference.mean)
     e = worst.difference
     mean, low, high = (f"{limit * _exp(x):.2f}" for x in (e.mean, e.low, e.high))
@@ -133,22 +139,26 @@ def time_verdict(
         f"supported at {count[0]} and contradicted at {count[1]} of {len(each)} sizes; the largest "
         f"ratio is {mean} ({100 * level:.3g}%: {low} to {high}, {e.n} rounds), at {point.where}"
     )
-    return Verdict(claim, e, answer, why)
+    return decide.Verdict(claim, e, answer, why)
 
 
-def memory_verdict(claim: str, points: Sequence[Point], name: str, limit: float) -> Verdict:
+def memory_verdict(claim: str, points: Sequence[Point], name: str, limit: float) -> decide.Verdict:
     """Whether `name` needs at most `limit` times the memory of `jax.grad`, at every point."""
     ratios = [point.memory(name) for point in points]
     within = sum(ratio <= limit for ratio in ratios)
     at = int(np.argmax(ratios))  # that of NaN, if there is one
     most, beyond = ratios[at], ratios[at] - limit
-    exact = Estimate(beyond, beyond, beyond, len(ratios))
+    exact = decide.Estimate(beyond, beyond, beyond, len(ratios))
     if math.isnan(most):
-        return Verdict(claim, exact, NOT_SHOWN, "XLA does not say how much memory is needed")
+        return decide.Verdict(
+            claim, exact, decide.NOT_SHOWN, "XLA does not say how much memory is needed"
+        )
     why = (
         f"so at {within} of {len(ratios)} sizes; the largest ratio is {most:.2f}, at {points[at].where}"
     )
-    return Verdict(claim, exact, SUPPORTED if within == len(ratios) else CONTRADICTED, why)
+    return decide.Verdict(
+        claim, exact, decide.SUPPORTED if within == len(ratios) else decide.CONTRADICTED, why
+    )
 
 
 def _times(points: Sequence[Point]) -> report.Section:
@@ -167,22 +177,27 @@ def _times(points: Sequence[Point]) -> report.Section:
         tables=[_table(points)],
         verdicts=[
             time_verdict(
-                f"with T at least D, {PERGRAD} takes less than {LIMIT} times jax.grad",
-                *(long, PERGRAD, FLOOR, LIMIT),
+                f"with T at least D, {tasks.PERGRAD} takes less than {LIMIT} times jax.grad",
+                *(long, tasks.PERGRAD, tasks.FLOOR, LIMIT),
             ),
             time_verdict(
-                f"with T at least D, {VMAP} takes less than {LIMIT} times jax.grad",
-                *(long, VMAP, FLOOR, LIMIT),
+                f"with T at least D, {tasks.VMAP} takes less than {LIMIT} times jax.grad",
+                *(long, tasks.VMAP, tasks.FLOOR, LIMIT),
             ),
-            time_verdict(f"{PERGRAD} is faster than {VMAP} at every T / D", points, PERGRAD, VMAP),
+            time_verdict(
+                f"{tasks.PERGRAD} is faster than {tasks.VMAP} at every T / D",
+                points,
+                tasks.PERGRAD,
+                tasks.VMAP,
+            ),
         ],
     )
 
 
 def _memory(points: Sequence[Point]) -> report.Section:
-    def exact(point: Point, name: str) -> Estimate:
+    def exact(point: Point, name: str) -> decide.Estimate:
         ratio = point.memory(name)
-        return Estimate(ratio, ratio, ratio, 1)
+        return decide.Estimate(ratio, ratio, ratio, 1)
 
     long = [point for point in points if point.length >= point.width]
     return report.Section(
@@ -198,19 +213,19 @@ def _memory(points: Sequence[Point]) -> report.Section:
         ],
         verdicts=[
             memory_verdict(
-                f"with T at least D, {VMAP} needs at most {LIMIT} times the memory of jax.grad",
-                *(long, VMAP, LIMIT),
+                f"with T at least D, {tasks.VMAP} needs at most {LIMIT} times the memory of jax.grad",
+                *(long, tasks.VMAP, LIMIT),
             ),
             memory_verdict(
-                f"{PERGRAD} needs at most {LIMIT} times the memory of jax.grad at every T / D",
-                *(points, PERGRAD, LIMIT),
+                f"{tasks.PERGRAD} needs at most {LIMIT} times the memory of jax.grad at every T / D",
+                *(points, tasks.PERGRAD, LIMIT),
             ),
         ],
     )
 
 
 def _lines(
-    points: Sequence[Point], label: str, of: Callable[[Point, str], Estimate]
+    points: Sequence[Point], label: str, of: Callable[[Point, str], decide.Estimate]
 ) -> Callable[..., None]:
     widths = dict.fromkeys(point.width for point in points)
     curves = {}
@@ -237,7 +252,7 @@ def _table(points: Sequence[Point]) -> report.Table:
     rows = []
     for point in points:
         for name, result in point.results.items():
-            ratios = result.ratios(point.results[FLOOR])
+            ratios = result.ratios(point.results[tasks.FLOOR])
             size = [point.width, point.length, f"{point.length / point.width:g}", point.batch_size]
             quartiles = " ".join(f"{1e3 * x:.1f}" for x in result.quartiles)
             time = [f"{1e3 * result.minimum:.1f}", quartiles, f"{ratios['time']:.2f}"]

@@ -16,9 +16,10 @@ from fractions import Fraction
 import numpy as np
 from matplotlib.figure import Figure as Sheet
 
-from pergrad.lab import decide, figures, findings, report, sweep
+from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
+from pergrad.lab.pages import figures, findings, report
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Outcome, Study
 
 CAP = 1.0  # the largest update of a coordinate: without it points with b < a / B can diverge

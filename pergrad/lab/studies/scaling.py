@@ -12,10 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure as Sheet
 
 import pergrad as pg
-from pergrad.lab import decide, figures, findings, report, sweep
+from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.runs import directory, read_metrics
+from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.run import records
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Outcome, Study
 
 MARGIN = 0.05  # nats within which two final losses count as the same
@@ -112,7 +113,8 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     curves = {
         rule: {
             f"batch {size}": findings.curve(
-                findings.metric([directory(lab.runs, runs[rule, size, seed]) for seed in seeds]), size
+                findings.metric([records.directory(lab.runs, runs[rule, size, seed]) for seed in seeds]),
+                size,
             )
             for size in sorted(preset.batch_sizes)
         }
@@ -144,7 +146,7 @@ def _noise_scale(runs: Sequence[Train], lab: Lab) -> dict[str, float]:
     """
     sums = {"first half": np.zeros(2), "second half": np.zeros(2)}
     for config in runs:
-        for row in read_metrics(directory(lab.runs, config)):
+        for row in records.read_metrics(records.directory(lab.runs, config)):
             noise = row.get("noise", {})
             if noise.get("signal") is not None:
                 half = "first half" if 2 * row["step"] <= config.steps else "second half"

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import pergrad as pg
-from pergrad.lab import decide, figures, findings, report
+from pergrad.lab.compare import decide
 from pergrad.lab.config import Train
-from pergrad.lab.runs import directory
+from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.run import records, train
 from pergrad.lab.studies import _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
-from pergrad.lab.train import make_problem, parameters
 
 MICRO, MEAN, LATE = "MicroSign", "Sign", "SignEMA"  # the earliest first
 CLAIMS = ((MEAN, MICRO), (LATE, MEAN))
@@ -119,7 +119,9 @@ def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
         for seed in range(preset.looked_seeds)
     ]
     lab.run(runs)
-    problems = [make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs]
+    problems = [
+        train.make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs
+    ]
     stats_fn = jax.jit(
         pg.grad_stats(
             problems[0].loss,
@@ -136,7 +138,7 @@ def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
     )
     out: list[dict[str, Any]] = []
     for config, problem in zip(runs, problems, strict=True):
-        for step, params in parameters(config, directory(lab.runs, config)).items():
+        for step, params in train.parameters(config, records.directory(lab.runs, config)).items():
             lab.say(f"the signs of {preset.examples} examples, seed {config.seed}, step {step}")
             out += [
                 {"seed": config.seed, "step": step} | row

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 import pergrad as pg
-from pergrad.lab import decide, figures, findings, report, sweep
+from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.runs import directory, read_metrics
+from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.run import records, train
 from pergrad.lab.studies import _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
-from pergrad.lab.train import make_problem, parameters
 
 CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
 EARLY = 0.1  # of the run: at the end of warm-up
@@ -88,7 +88,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     noise = [
         {
             row["step"]: {"seed": config.seed, "step": row["step"]} | row["noise"]
-            for row in read_metrics(directory(lab.runs, config))
+            for row in records.read_metrics(records.directory(lab.runs, config))
             if "noise" in row
         }
         for config in runs
@@ -114,7 +114,9 @@ def run(preset: Preset, lab: Lab) -> Outcome:
 
 def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str, Any]]:
     """mu' H mu and tr(H Sigma) beside |mu|^2 and tr Sigma, of the same examples, at the checkpoints."""
-    problems = [make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs]
+    problems = [
+        train.make_problem(dataclasses.replace(config, batch_size=preset.examples)) for config in runs
+    ]
     loss = problems[0].loss
     size = min(AT_A_TIME, preset.examples)
     curvature = jax.jit(pg.noise.curvature(loss, probes=preset.probes, microbatch_size=size))
@@ -122,7 +124,7 @@ def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str,
     stats_fn = jax.jit(pg.grad_stats(loss, stats, microbatch_size=size))
     out = []
     for config, problem in zip(runs, problems, strict=True):
-        for step, params in parameters(config, directory(lab.runs, config)).items():
+        for step, params in train.parameters(config, records.directory(lab.runs, config)).items():
             lab.say(f"products with the Hessian, seed {config.seed}, step {step}")
             batch = problem.batches[step]
             key = jax.random.fold_in(jax.random.key(config.seed), step)

@@ -1,1 +1,0 @@
-"""What is measured outside of the package: PyTorch beside it, and estimators of mu^2."""

@@ -1,0 +1,144 @@
+"""Write the numbers of a benchmark into the pages that show them.
+
+    pergrad bench --parts models --out docs/benchmarks
+    pergrad bench --parts growth --out docs/benchmarks/growth
+    pergrad bench --parts compile --out docs/benchmarks/compile
+    python -m pergrad.lab.bench.torch_side_by_side --out docs/benchmarks/torch.json
+    python -m pergrad.lab.bench.docs
+
+A page has a comment where a table goes, `<!-- bench: NAME -->`, and one where it ends, `<!-- end -->`.
+What is between them is written here, from the JSON files beside the figures, which are drawn again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pergrad.lab.bench import cases, drawings, tables
+from pergrad.lab.bench.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP
+from pergrad.lab.run import records
+
+ROOT = Path(__file__).parents[3]
+NUMBERS = ROOT / "docs" / "benchmarks"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+LOGS = {
+    "models": NUMBERS / "results.json",
+    "growth": NUMBERS / "growth" / "results.json",
+    "compile": NUMBERS / "compile" / "results.json",
+    "torch": NUMBERS / "torch.json",
+}
+COMMAND = "pergrad bench --parts"
+FIGURES = "{figures}"  # where they are, seen from the page
+BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+
+OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
+RIVALS = {VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
+COLUMNS: dict[str, dict[str, str]] = {
+    "moments": RIVALS | OURS,
+    "norms": RIVALS | OURS,
+    "clipped": RIVALS | {JAX_PRIVACY: "`jax_privacy`"} | OURS,
+    "five": RIVALS | OURS,
+    "tokens": RIVALS | OURS,
+}
+TORCH_VMAP = {"torch.func vmap(grad)": "`torch.func.vmap(grad)`"}
+HOOKS = {"Opacus hooks": "Opacus, hooks"}
+TORCH: dict[str, dict[str, str]] = {
+    "moments": TORCH_VMAP | HOOKS | {"BackPACK SumGradSquared": "BackPACK `SumGradSquared`"},
+    "variance": TORCH_VMAP | HOOKS | {"BackPACK Variance": "BackPACK `Variance`"},
+    "norms": TORCH_VMAP | HOOKS | {"BackPACK BatchL2Grad": "BackPACK `BatchL2Grad`"},
+    "clipped": TORCH_VMAP | HOOKS | {"Opacus ghost clipping": "Opacus, ghost clipping"},
+}
+
+
+def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
+    """What goes where, by name, of the logs that are there (see `LOGS`)."""
+    found = {}
+    titles: dict[str, str] = {**cases.TITLES}
+    if "models" in logs:
+        rows = logs["models"]["results"]
+        for task, names in COLUMNS.items():
+            own = [row for row in rows if row["task"] == task]
+            found[task] = tables.markdown(own, titles, names)
+            if task == "moments":
+                found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | names)
+        found["measured"] = measured(f"{COMMAND} models", logs["models"])
+        found |= links(rows, FIGURES)
+    if "growth" in logs:
+        found["growth_measured"] = measured(f"{COMMAND} growth", logs["growth"])
+        found |= links(logs["growth"]["results"], f"{FIGURES}/growth")
+    if "compile" in logs:
+        rows = logs["compile"]["results"]
+        found["compile"] = tables.building(rows, titles)
+        found["compile_measured"] = measured(f"{COMMAND} compile", logs["compile"], "builds")
+        found |= links(rows, f"{FIGURES}/compile")
+    if "torch" in logs:
+        rows = logs["torch"]["results"]
+        in_torch = {row["case"]: torch_title(row["case"]) for row in rows}
+        for task, names in TORCH.items():
+            own = [row for row in rows if row["task"] == task]
+            found[f"torch_{task}"] = tables.markdown(own, in_torch, names)
+        found["torch_measured"] = measured("make bench-torch", logs["torch"])
+        found["torch_left_out"] = left_out(rows)
+    return found
+
+
+def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:
+    """The figures of all parts that there are rows of."""
+    parts = {row["part"] for row in rows}
+    return {
+        f"figure_{name}": f"![{title}]({folder}/{name}.png)"
+        for name, (part, title) in drawings.TITLES.items()
+        if part in parts
+    }
+
+
+def torch_title(case: str) -> str:
+    name, _, rest = case.partition(", ")
+    return f"{cases.TITLES[name]}{rest and f', {rest}'}"  # type: ignore[index]
+
+
+def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str:
+    """With what, where, how."""
+    versions, machine = log["about"]["versions"], log["about"]["machine"]
+    how = f"at most {log['about']['settings'][times]} {times}"
+    what = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "numpy")
+    where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
+    return f"`{command}`, the fastest of {how} on {where}; {what}."
+
+
+def left_out(rows: list[Mapping[str, Any]]) -> str:
+    """What packages say they cannot do, each once."""
+    said = {f"{row['candidate']}: `{row['left_out']}`": None for row in rows if "left_out" in row}
+    return "\n".join(f"- {line}" for line in said) or "Nothing was left out."
+
+
+def fill(page: Path, found: Mapping[str, str]) -> str:
+    """The page with all blocks that there are numbers for."""
+    figures = os.path.relpath(NUMBERS, page.parent)
+
+    def block(match: re.Match[str]) -> str:
+        name, mark, old = match.groups()
+        return name + mark + (found[name].replace(FIGURES, figures) + "\n" if name in found else old)
+
+    return BLOCK.sub(block, page.read_text())
+
+
+def logs() -> dict[str, Any]:
+    return {name: records.read_json(path) for name, path in LOGS.items() if path.exists()}
+
+
+def main() -> None:
+    there = logs()
+    found = blocks(there)
+    for page in PAGES:
+        page.write_text(fill(page, found))
+    for name in there.keys() - {"torch"}:
+        drawings.write(there[name]["results"], LOGS[name].parent)
+
+
+if __name__ == "__main__":
+    main()

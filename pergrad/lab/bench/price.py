@@ -1,0 +1,182 @@
+"""What statistics of per-example gradients cost beside `jax.grad`, measured.
+
+All candidates of a task (see `tasks`) are compiled; that they return the same is checked; then they take
+turns (see `timing`). Ratios are to the first, the mean gradient alone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pergrad as pg
+from pergrad.lab import timing
+from pergrad.lab.bench import tasks
+from pergrad.lab.bench.tasks import AUTO, FLOOR, PERGRAD, SIZED, Loss, Task, Tree
+from pergrad.lab.errors import LabError
+from pergrad.lab.timing import Program, Result, Say, to_stderr
+
+# The largest difference between two candidates, in norm, for any one parameter. Sums in float32 taken
+# in another order differ by about 1e-6 of the result's norm.
+RTOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured, the floor first; and whom that left out, with the reason."""
+
+    results: list[Result]
+    left_out: Mapping[str, str]
+
+
+def measure(
+    loss: Loss,
+    task: Task,
+    params: Tree,
+    batch: Any,
+    *,
+    names: Sequence[str] | None = None,
+    rounds: int = 10,
+    budget: float = 3.0,
+    rtol: float = RTOL,
+    say: Say = to_stderr,
+) -> Comparison:
+    """The candidates of these names, by default all, compiled, checked and timed.
+
+    Of candidates that want a microbatch size the fastest is taken. A candidate that raises an error is
+    left out, and so is pergrad's `"auto"` where it takes all examples at once: that is the same program.
+    """
+    if rounds < 1:
+        raise LabError(f"rounds must be at least 1, not {rounds}.")
+    programs, left_out = build(loss, task, params, batch, names=names or tasks.names(task), say=say)
+    difference = largest_difference(programs, params, batch, rtol=rtol, unchecked=task.unchecked)
+    say(f"  all agree: relative difference at most {difference:.0e} (limit {rtol:.0e})\n")
+    results = timing.time_all(programs, params, batch, rounds=rounds, budget=budget, say=say)
+    return Comparison(results, left_out)
+
+
+def build(
+    loss: Loss, task: Task, params: Tree, batch: Any, *, names: Sequence[str], say: Say = to_stderr
+) -> tuple[dict[str, Program], dict[str, str]]:
+    """Compiled candidates by name, and who is left out and why."""
+    programs, left_out = {}, {}
+    for name in names:
+        if not tasks.is_installed(name):
+            left_out[name] = "not installed"
+        elif name == AUTO and _all_at_once(loss, task, params, batch):
+            left_out[name] = "all at once"
+        else:
+            try:
+                found, program = _compile(name, loss, task, params, batch, say)
+            except Exception as error:
+                if name in (FLOOR, PERGRAD):
+                    raise
+                # Whatever it is, it is theirs, and the others go on.
+                left_out[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            else:
+                programs[found] = program
+        if name in left_out:
+            say(f"  without {name}: {left_out[name]}\n")
+    return programs, left_out
+
+
+def _compile(
+    name: str, loss: Loss, task: Task, params: Tree, batch: Any, say: Say
+) -> tuple[str, Program]:
+    if name not in SIZED:
+        return name, timing.compile_afresh(name, tasks.make(name, loss, task), params, batch, say=say)
+    sized = ((one, tasks.make(one, loss, task)) for one in _sizes(name, batch))
+    return timing.fastest(sized, params, batch, say=say)
+
+
+def _all_at_once(loss: Loss, task: Task, params: Tree, batch: Any) -> bool:
+    plan = pg.explain(loss, task.statistics, microbatch_size="auto")(params, batch)
+    return plan.microbatch_size == plan.batch_size
+
+
+def _sizes(name: str, batch: Any) -> list[str]:
+    """With the microbatch sizes 1, 2, 4, ... that divide the batch."""
+    examples = len(jax.tree.leaves(batch)[0])
+    sizes = [2**k for k in range(examples.bit_length())]
+    return [f"{name}{tasks.MICROBATCH}{size}" for size in sizes if examples % size == 0]
+
+
+def largest_difference(
+    programs: Mapping[str, Program],
+    params: Tree,
+    batch: Any,
+    *,
+    rtol: float = RTOL,
+    unchecked: Sequence[str] = (),
+) -> float:
+    """The largest relative difference from the second candidate, in what a candidate has in common.
+
+    Raises `LabError` if one is above `rtol`: what does not return the same is not worth timing. The
+    statistics named in `unchecked` may differ.
+    """
+    _, reference, *_ = programs
+    expected_value, expected = programs[reference].run(params, batch)
+    largest = 0.0
+    for name, program in programs.items():
+        if name == reference:
+            continue
+        value, statistics = program.run(params, batch)
+        shared = statistics.keys() & expected.keys() - set(unchecked)
+        pairs = jax.tree.map(
+            _relative_difference,
+            (value, {key: statistics[key] for key in shared}),
+            (expected_value, {key: expected[key] for key in shared}),
+        )
+        difference = float(np.max(jax.tree.leaves(pairs)))
+        if not difference <= rtol:  # also if it is NaN
+            raise LabError(f"{name} differs from {reference} by {difference:.1e}, above {rtol:g}.")
+        largest = max(largest, difference)
+    return largest
+
+
+def _relative_difference(actual: jax.Array, expected: jax.Array) -> float:
+    scale = jnp.linalg.norm(expected)
+    return float(jnp.linalg.norm(actual - expected) / jnp.where(scale == 0, 1, scale))
+
+
+def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """All that was measured, as JSON has it."""
+    return [
+        {
+            "candidate": result.name,
+            "lower_seconds": result.program.lower_seconds,
+            "compile_seconds": result.program.compile_seconds,
+            "temp_bytes": result.program.temp_bytes,
+            "seconds": list(result.seconds),
+            "minimum": result.minimum,
+            "quartiles": list(result.quartiles),
+            "ratios": result.ratios(results[0]),
+            "tried": dict(result.program.tried),
+        }
+        for result in results
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """Where the numbers were measured."""
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "devices": [device.device_kind for device in jax.devices()],
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor()

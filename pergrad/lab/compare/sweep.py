@@ -1,0 +1,242 @@
+"""Many runs, fairly tuned.
+
+A method is everything in a configuration but the learning rate and the seed. Each method runs on a grid
+of learning rates, with the same seeds. Its learning rate is the one with the lowest mean loss on the
+`tune` half of the validation data, and what is reported is its loss on the other half. While the best
+value sits on the edge of the grid, the grid grows there: no method loses for want of tuning.
+
+Runs are directories, named by their configuration; those that are done are not run again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from pergrad.lab.config import OptimizerName, Train
+from pergrad.lab.errors import LabError
+from pergrad.lab.files import disk_errors
+from pergrad.lab.run import records
+
+Results = dict[Train, dict[str, Any]]  # what `result.json` has, for every run
+Told = Callable[
+    [Train, dict[str, Any], int, int], None
+]  # a run that is done, and how many of how many are
+
+
+def silent(config: Train, result: dict[str, Any], done: int, of: int) -> None:
+    """Nobody is told."""
+
+
+def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told = silent) -> Results:
+    """Runs what is not done yet, several at a time."""
+    if processes < 1:
+        raise LabError(f"runs need at least one process, not {processes}.")
+    with disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+    runs = list(dict.fromkeys(runs))
+    results = {
+        config: done
+        for config in runs
+        if (done := records.read_result(records.directory(root, config))) is not None
+    }
+    waiting = [config for config in runs if config not in results]
+    if processes == 1:
+        for config in waiting:
+            results[config] = _run(config, records.directory(root, config), None)
+            told(config, results[config], len(results), len(runs))
+    elif waiting:
+        pool = _workers(processes)
+        cache = str((root / ".compiled").resolve())
+        futures = {pool.submit(_run, c, records.directory(root, c), cache): c for c in waiting}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                config = futures[future]
+                results[config] = future.result()
+                told(config, results[config], len(results), len(runs))
+        except BaseException as error:
+            _workers.cache_clear()
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                raise LabError(
+                    "a process was killed, perhaps for want of memory. The same command again "
+                    "continues; fewer processes need less."
+                ) from error
+            raise
+    _check_same_data(results, root)
+    return results
+
+
+def _check_same_data(runs: Iterable[Train], root: Path) -> None:
+    """A folder's text may have changed since some of the runs were done: they cannot be compared."""
+    digests: dict[tuple[Any, ...], str] = {}
+    for config in runs:
+        path = records.directory(root, config)
+        about = records.read_json(path / "config.json")["data"]
+        key = config.data, config.tokens, config.vocabulary
+        if digests.setdefault(key, about["digest"]) != about["digest"]:
+            raise LabError(
+                f"the text of {config.data} is not the same for all runs in {root}: it has changed "
+                f"since some were done (see {path / 'config.json'}). Choose another directory."
+            )
+
+
+@functools.lru_cache(maxsize=1)
+def _workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Fresh processes, for JAX does not survive a fork; they stay, with what they have compiled."""
+    fresh = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=fresh)
+    atexit.register(pool.shutdown)
+    return pool
+
+
+def _run(config: Train, path: Path, cache: str | None) -> dict[str, Any]:
+    if cache is not None:  # in a process of its own, before JAX starts: one core each
+        flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false"
+        os.environ["XLA_FLAGS"] = flags if flag in flags else f"{flags} {flag}"
+        import jax
+
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    from pergrad.lab.run import train
+
+    return train.train(config, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """A method's runs: by learning rate and seed, and the learning rate that was chosen."""
+
+    method: Train  # with the chosen learning rate, and the first seed
+    runs: Mapping[float, Mapping[int, dict[str, Any]]]
+
+    @property
+    def reported(self) -> dict[int, float]:
+        """The final loss of every seed at the chosen learning rate, on the half that chose nothing."""
+        return {
+            seed: loss_of(run, "test_loss") for seed, run in self.runs[self.method.learning_rate].items()
+        }
+
+    @property
+    def is_on_edge(self) -> bool:
+        return self.method.learning_rate in (min(self.runs), max(self.runs))
+
+
+def loss_of(result: Mapping[str, Any], name: str) -> float:
+    """A final loss; infinite for a run that diverged."""
+    return math.inf if result[name] is None else result[name]
+
+
+def methods(
+    config: Train, optimizers: Sequence[OptimizerName], batch_sizes: Sequence[int] = ()
+) -> dict[str, Train]:
+    """Every optimizer at every batch size, by default the configuration's own.
+
+    All see as many examples as the configuration asks for, in fewer steps if batches are larger.
+    """
+    examples = config.steps * config.batch_size
+    sizes = list(dict.fromkeys(batch_sizes or (config.batch_size,)))
+    for size in sizes:
+        if size < 1:
+            raise LabError(f"a batch size is at least 1, not {size}.")
+        if examples % size:
+            raise LabError(
+                f"{config.steps} steps of {config.batch_size} are {examples} examples, which batches of "
+                f"{size} do not divide. Choose --steps or --batch-size so that they do."
+            )
+    return {
+        f"{name}, batch {size}" if len(sizes) > 1 else name: dataclasses.replace(
+            config, optimizer=name, batch_size=size, steps=examples // size
+        )
+        for size in sizes
+        for name in dict.fromkeys(optimizers)
+    }
+
+
+def tune(
+    methods: Mapping[str, Train],
+    rates: Mapping[str, Sequence[float]],
+    seeds: Sequence[int],
+    root: Path,
+    *,
+    tuning_seeds: int | None = None,
+    processes: int = 1,
+    extensions: int = 3,
+    told: Told = silent,
+) -> dict[str, Tuned]:
+    """Tunes every method's learning rate, beginning with its own `rates`.
+
+    The grid grows at most `extensions` times at an end, by its own ratio. `is_on_edge` says if that was
+    not enough. With `tuning_seeds` only so many of the seeds choose: the others run at the chosen
+    learning rate alone.
+    """
+    choosing = seeds[:tuning_seeds]
+    grids = {name: sorted(set(rates[name])) for name in methods}
+    if not methods or not seeds:
+        raise LabError("a sweep needs at least one method and one seed.")
+    if short := [name for name, grid in grids.items() if len(grid) < 2]:
+        raise LabError(f"{short[0]} needs at least two learning rates, to know where to look further.")
+    while True:
+        wanted = [
+            dataclasses.replace(method, learning_rate=rate, seed=seed)
+            for name, method in methods.items()
+            for rate in grids[name]
+            for seed in choosing
+        ]
+        results = run_all(wanted, root, processes=processes, told=told)
+        tuned = {
+            name: _choose(method, grids[name], choosing, results) for name, method in methods.items()
+        }
+        if extensions <= 0 or not any(t.is_on_edge for t in tuned.values()):
+            break
+        grids = {name: _extended(grids[name], t) for name, t in tuned.items()}
+        extensions -= 1
+    if choosing == seeds:
+        return tuned
+    chosen = {
+        name: {seed: dataclasses.replace(t.method, seed=seed) for seed in seeds}
+        for name, t in tuned.items()
+    }
+    wanted += [config for by_seed in chosen.values() for config in by_seed.values()]
+    results = run_all(wanted, root, processes=processes, told=told)
+    return {
+        name: Tuned(
+            t.method,
+            {**t.runs, t.method.learning_rate: {s: results[c] for s, c in chosen[name].items()}},
+        )
+        for name, t in tuned.items()
+    }
+
+
+def _choose(method: Train, grid: Sequence[float], seeds: Sequence[int], results: Results) -> Tuned:
+    runs = {
+        rate: {
+            seed: results[dataclasses.replace(method, learning_rate=rate, seed=seed)] for seed in seeds
+        }
+        for rate in grid
+    }
+    means = {rate: sum(loss_of(run, "tune_loss") for run in own.values()) for rate, own in runs.items()}
+    best = min(grid, key=lambda rate: means[rate])  # the smallest, if all diverged
+    return Tuned(dataclasses.replace(method, learning_rate=best, seed=seeds[0]), runs)
+
+
+def _extended(grid: list[float], tuned: Tuned) -> list[float]:
+    """One more learning rate beyond the edge on which the best one sits, if it does."""
+    best = tuned.method.learning_rate
+    if best == grid[0]:
+        return [_rounded(grid[0] ** 2 / grid[1]), *grid]
+    return [*grid, _rounded(grid[-1] ** 2 / grid[-2])] if best == grid[-1] else grid
+
+
+def _rounded(rate: float) -> float:
+    """To six digits, so that the same grid has the same numbers and directories."""
+    return float(f"{rate:.6g}")

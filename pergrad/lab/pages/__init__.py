@@ -1,0 +1,8 @@
+"""What was found, as a page with figures.
+
+sheet       how a figure looks, and how it is drawn into files
+figures     the kinds of figures
+report      a page in one HTML file
+findings    a sweep as such a page
+gather      any runs, finished or not, as such a page
+"""

@@ -1,0 +1,207 @@
+"""From tuned methods to a page: what was tried, how each did, and what may be said about it.
+
+The rule is fixed here, before any run: every method is compared with the first one of its batch size,
+on the half of the validation data that chose nothing, paired by seeds, at a level that all claims share
+(see `decide`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pergrad.lab.compare import decide, sweep
+from pergrad.lab.config import Train, to_json
+from pergrad.lab.pages import figures, report
+from pergrad.lab.run import records
+
+SMOOTHED = 20  # points of a curve, each the mean over a twentieth of the run
+
+Curve = tuple[Any, Any, Any, Any]  # examples seen, and the mean over seeds with its interval
+
+
+def write(tuned: Mapping[str, sweep.Tuned], root: Path, out: Path, *, title: str, command: str) -> Path:
+    """`results.jsonl` with every run, `report.html`, and the figures; returns the path of the page."""
+    return report.write(page(tuned, root, title=title, command=command), out, rows(tuned))
+
+
+def rows(tuned: Mapping[str, sweep.Tuned]) -> list[dict[str, Any]]:
+    """Every run: its method, learning rate and seed, and how it ended."""
+    return [
+        {"method": name, "learning_rate": rate, "seed": seed, **run}
+        for name, own in tuned.items()
+        for rate, by_seed in own.runs.items()
+        for seed, run in by_seed.items()
+    ]
+
+
+def page(tuned: Mapping[str, sweep.Tuned], root: Path, *, title: str, command: str) -> report.Page:
+    firsts: dict[int, str] = {}  # by batch size
+    for name, own in tuned.items():
+        firsts.setdefault(own.method.batch_size, name)
+    pairs = [(name, firsts[own.method.batch_size]) for name, own in tuned.items()]
+    verdicts = compare(tuned, [(name, first) for name, first in pairs if name != first])
+    return report.Page(
+        title=title,
+        question=f"Which ends with the lowest loss: {'; '.join(tuned)}?",
+        claim="None was made beforehand."
+        + (f" Asked here: {'; '.join(v.claim for v in verdicts)}?" if verdicts else ""),
+        ran=f"{count(tuned)}\n\n    {command}",
+        sections=[tuning(tuned), at_best(tuned, root, verdicts)],
+        config={
+            "seeds": sorted(next(iter(tuned.values())).reported),
+            "versions": records.versions(),
+            **report.settings({name: to_json(own.method) for name, own in tuned.items()}),
+        },
+    )
+
+
+def count(tuned: Mapping[str, sweep.Tuned]) -> str:
+    """How many runs there were, in words."""
+    seeds = max(len(own.reported) for own in tuned.values())
+    return (
+        f"{len(rows(tuned))} training runs. At the learning rate that was chosen for it, each method "
+        f"ran with {seeds} seed{'s' * (seeds > 1)}."
+    )
+
+
+def configs(tuned: Mapping[str, sweep.Tuned]) -> set[Train]:
+    """Of all runs."""
+    return {
+        dataclasses.replace(own.method, learning_rate=rate, seed=seed)
+        for own in tuned.values()
+        for rate, by_seed in own.runs.items()
+        for seed in by_seed
+    }
+
+
+def compare(tuned: Mapping[str, sweep.Tuned], pairs: Sequence[tuple[str, str]]) -> list[decide.Verdict]:
+    """Whether the first of each pair ends below the second; all pairs share the level."""
+    level = decide.level_of_each(max(1, len(pairs)))
+    return [
+        decide.compare(
+            f"{low} ends below {high}",
+            tuned[low].reported,
+            tuned[high].reported,
+            level=level,
+            names=(low, high),
+        )
+        for low, high in pairs
+    ]
+
+
+def tuning(tuned: Mapping[str, sweep.Tuned], title: str = "Learning rates") -> report.Section:
+    """Which learning rates were tried, and how they did with the seeds that choose."""
+    by_rate = {name: _by_rate(own) for name, own in tuned.items()}
+    return report.Section(
+        title,
+        "Each method was given the learning rate with the lowest mean loss on one half of the "
+        "validation data. " + _edges(tuned),
+        figures=[
+            report.Figure(
+                "Final loss against learning rate",
+                "Lower is better. The losses are those on the half of the validation data that chooses "
+                "the learning rate, with the seeds that choose it.",
+                lambda fig: figures.loss_against_rate(fig, by_rate, names=list(tuned)),
+            )
+        ],
+    )
+
+
+def at_best(
+    tuned: Mapping[str, sweep.Tuned], root: Path, verdicts: Sequence[decide.Verdict]
+) -> report.Section:
+    """How each method ended at the learning rate that was chosen for it."""
+    names = list(tuned)
+    best = {name: decide.estimate(list(own.reported.values())) for name, own in tuned.items()}
+    curves = {
+        name: curve(metric(chosen(own, root)), own.method.batch_size) for name, own in tuned.items()
+    }
+    return report.Section(
+        "Each at its best",
+        "Each method runs at the learning rate that suits it best. One half of the validation data "
+        "chose that rate; the losses here are those on the other half, which chose nothing. One method "
+        "ends below another if its loss at the end of training is lower.",
+        figures=[
+            report.Figure(
+                "Final loss of each method",
+                "The loss at the end of training; lower is better.",
+                lambda fig: figures.bars_with_intervals(fig, best, names=names),
+            ),
+            report.Figure(
+                "Training loss",
+                "Each point is the mean over a twentieth of the steps, and over the seeds.",
+                lambda fig: figures.lines_with_bands(
+                    fig, curves, "examples seen", "training loss (nats)", names=names
+                ),
+            ),
+        ],
+        tables=[_table(tuned, best)],
+        verdicts=verdicts,
+    )
+
+
+def _by_rate(own: sweep.Tuned) -> dict[float, decide.Estimate]:
+    """Of the seeds that ran at every rate: at the chosen one there may be more."""
+    seeds = [seed for seed in own.reported if all(seed in runs for runs in own.runs.values())]
+    return {
+        rate: decide.estimate([sweep.loss_of(runs[seed], "tune_loss") for seed in seeds])
+        for rate, runs in own.runs.items()
+    }
+
+
+def _edges(tuned: Mapping[str, sweep.Tuned]) -> str:
+    left = [name for name, own in tuned.items() if own.is_on_edge]
+    if not left:
+        return "No chosen learning rate is the smallest or the largest that was tried."
+    return (
+        "For these methods it is the smallest or the largest that was tried, so another may suit them "
+        f"better: {'; '.join(left)}."
+    )
+
+
+def _table(tuned: Mapping[str, sweep.Tuned], best: Mapping[str, decide.Estimate]) -> report.Table:
+    rows: list[Sequence[str]] = []
+    for name, own in tuned.items():
+        runs = [run for by_seed in own.runs.values() for run in by_seed.values()]
+        diverged = sum(run["diverged"] for run in runs)
+        rows.append(
+            [name, f"{own.method.learning_rate:g}", str(best[name]), f"{diverged} of {len(runs)}"]
+        )
+    return report.Table(
+        "Methods", ["method", "learning rate", "final loss (nats)", "runs that diverged"], rows
+    )
+
+
+def chosen(own: sweep.Tuned, root: Path) -> list[Path]:
+    """The directories of the runs at the chosen learning rate, one for each seed."""
+    return [records.directory(root, dataclasses.replace(own.method, seed=seed)) for seed in own.reported]
+
+
+def metric(runs: Sequence[Path], key: str = "loss") -> list[list[float | None]]:
+    """A metric of each run, at every step."""
+    return [[row[key] for row in records.read_metrics(run)] for run in runs]
+
+
+def curve(runs: Sequence[Sequence[float | None]], batch_size: int) -> Curve:
+    """Of a number at each step of each run, in up to `SMOOTHED` points.
+
+    A run that ends with None has diverged there. One that is shorter than the others counts as far as it
+    came.
+    """
+    steps = max(map(len, runs))
+    ends = np.cumsum([len(part) for part in np.array_split(np.arange(steps), min(SMOOTHED, steps))])
+    points = []
+    for first, last in itertools.pairwise([0, *ends]):
+        there = [run for run in runs if last <= len(run) or run[-1] is None]
+        points.append(decide.estimate([_mean(run[first:last]) for run in there]))
+    return ends * batch_size, *figures.columns(points)
+
+
+def _mean(part: Sequence[float | None]) -> float:
+    return np.nan if not part or None in part else float(np.mean(np.array(part, float)))

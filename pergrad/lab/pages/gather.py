@@ -1,0 +1,414 @@
+"""From the directories of runs, done or not, to a page about them.
+
+Runs that differ in the seed alone are one method. It is named by its optimizer and by the options in
+which the runs differ. Nothing is tuned here: whoever made the runs chose their options, and the page
+says so. Methods are compared if they have the same data and the same seeds, and all their runs are done:
+each with the first of them, paired by seeds, at a level that all claims share (see `decide`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from matplotlib.figure import Figure as Sheet
+
+from pergrad.lab import config as configs
+from pergrad.lab.compare import decide, sweep
+from pergrad.lab.config import OptimizerName, Train
+from pergrad.lab.errors import LabError
+from pergrad.lab.pages import figures, report
+from pergrad.lab.pages.findings import Curve, curve
+from pergrad.lab.run import records
+
+FEW_LAYERS = 14  # as many lines as a figure holds
+FEW_METHODS = 6  # as many figures of layers as a page holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A run's directory, as far as the run has come. `result` is None while it is not done."""
+
+    path: Path
+    config: Train
+    digest: str  # of the data
+    versions: Mapping[str, str]
+    rows: Sequence[Mapping[str, Any]]
+    result: Mapping[str, Any] | None
+
+    @property
+    def diverged(self) -> bool:
+        at_the_end = bool(self.rows) and _number(self.rows[-1]["loss"]) is None
+        return at_the_end or (self.result is not None and self.result["diverged"])
+
+    @property
+    def method(self) -> tuple[Train, str]:
+        """All but the seed."""
+        return dataclasses.replace(self.config, seed=0), self.digest
+
+
+Methods = Mapping[str, Sequence[Found]]  # each with a run at least, no seed twice
+
+
+def write(paths: Sequence[Path], out: Path, *, command: str) -> Path:
+    """`results.jsonl`, `report.html` and the figures, of all runs in `paths`; the path of the page."""
+    found = find(paths)
+    methods = group(found)
+    return report.write(page(methods, command=command), out, _results(methods))
+
+
+# What there is.
+
+
+def find(paths: Sequence[Path]) -> list[Found]:
+    """The runs that `paths` are, or contain at any depth, in the order of `paths`."""
+    if not paths:
+        raise LabError("which runs? Name their directories, such as runs/first.")
+    found: dict[Path, Found] = {}
+    for path in paths:
+        inside = [path] if (path / "config.json").exists() else _inside(path)
+        if not inside:
+            raise LabError(f"there is no run in {path}: a run's directory has a config.json.")
+        for run in sorted(map(_read, inside), key=_order):
+            found.setdefault(run.path.resolve(), run)
+    if not any(run.rows for run in found.values()):
+        raise LabError(f"{paths[0]} has no metrics yet: wait for its first steps.")
+    return list(found.values())
+
+
+def _inside(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise LabError(f"there is no directory {path}.")
+    return [file.parent for file in path.rglob("config.json")]
+
+
+def _order(run: Found) -> Any:
+    config = run.config
+    optimizer = get_args(OptimizerName).index(config.optimizer)
+    return optimizer, config.batch_size, config.learning_rate, config.seed, str(run.path)
+
+
+def _read(path: Path) -> Found:
+    file = path / "config.json"
+    about = records.read_json(file)
+    try:
+        config = configs.from_json(about["config"])
+        hash(config)
+        numbers = [config.seed, config.batch_size, config.steps]
+        if config.optimizer not in get_args(OptimizerName) or not all(type(n) is int for n in numbers):
+            raise LabError(f"no run has the optimizer {config.optimizer!r} and the numbers {numbers}.")
+        digest, made_with = str(about["data"]["digest"]), dict(about["versions"])
+    except (KeyError, TypeError, ValueError, AttributeError, LabError) as error:
+        raise LabError(f"{file} is not the configuration of a run: {error}") from error
+    return Found(
+        path, config, digest, made_with, _metrics(path / "metrics.jsonl"), records.read_result(path)
+    )
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    """The rows that are whole: the last line of a run that is not done may be half written."""
+    try:
+        *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise LabError(f"{file} cannot be read ({error}).") from error
+    for step, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.get("step") != step or "loss" not in row:
+            raise LabError(f"line {step} of {file} is not the metrics of step {step}.")
+    return rows
+
+
+def group(found: Sequence[Found]) -> dict[str, list[Found]]:
+    """Runs by the name of their method, as they come. Of a run that is there twice, the longer one."""
+    methods: dict[Any, dict[int, Found]] = {}
+    for run in found:
+        by_seed = methods.setdefault(run.method, {})
+        same = by_seed.get(run.config.seed)
+        if same is None or _progress(run) > _progress(same):
+            by_seed[run.config.seed] = run
+    options = [dict(_flat(configs.to_json(config))) for config, _ in methods]
+    varied = [name for name in options[0] if len({str(own[name]) for own in options}) > 1]
+    varied = [name for name in varied if name != "optimizer"]
+    names = [
+        ", ".join([own["optimizer"], *(_said(name, own[name]) for name in varied)]) for own in options
+    ]
+    count = collections.Counter(names)
+    out = {}
+    for name, ((_, digest), by_seed) in zip(names, methods.items(), strict=True):
+        full = f"{name}, data {digest[:8]}" if count[name] > 1 else name
+        out[full] = [by_seed[seed] for seed in sorted(by_seed)]
+    return out
+
+
+def _progress(run: Found) -> tuple[bool, int]:
+    return run.result is not None, len(run.rows)
+
+
+def _flat(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{inside}{name}.")
+        else:
+            yield f"{inside}{name}", value
+
+
+def _said(option: str, value: Any) -> str:
+    """`model.width`, 64 as "width 64"; "no clip" where there is none."""
+    words = option.removeprefix("model.").replace("_", " ")
+    return (
+        f"no {words}" if value is None else f"{words} {f'{value:g}' if type(value) is float else value}"
+    )
+
+
+def _results(methods: Methods) -> Iterator[dict[str, Any]]:
+    for name, runs in methods.items():
+        for run in runs:
+            end = run.result or dict.fromkeys(records.RESULT) | {
+                "steps": len(run.rows),
+                "diverged": run.diverged,
+            }
+            at = {"method": name, "learning_rate": run.config.learning_rate, "seed": run.config.seed}
+            yield at | {"run": str(run.path), "finished": run.result is not None, **end}
+
+
+# The page.
+
+
+def page(methods: Methods, *, command: str) -> report.Page:
+    runs = [run for own in methods.values() for run in own]
+    done = sum(run.result is not None for run in runs)
+    sections = [_losses(methods), _training(methods), *_noise(methods), _listed(methods)]
+    return report.Page(
+        title="A report of runs",
+        question=f"How did the runs of {_methods(len(methods))} go: {'; '.join(methods)}?",
+        claim="None was made beforehand: the runs were there before this page asked.",
+        ran=f"{len(runs)} runs of {_methods(len(methods))}; {done} of the runs are done. This page "
+        "tuned nothing: where the loss of a method is lower, the reason may be that its learning rate "
+        "suits it better."
+        f"\n\n    {command}",
+        sections=sections,
+        config={
+            "page made with": records.versions(),
+            **report.settings(
+                {
+                    name: {
+                        **configs.to_json(own[0].config),
+                        "seed": ", ".join(str(run.config.seed) for run in own),
+                        "data digest": own[0].digest,
+                        "made with": own[0].versions,
+                    }
+                    for name, own in methods.items()
+                }
+            ),
+        },
+    )
+
+
+def _methods(count: int) -> str:
+    return f"{count} methods" if count > 1 else "one method"
+
+
+def _losses(methods: Methods) -> report.Section:
+    final = {name: _final(own) for name, own in methods.items()}
+    estimates = {name: decide.estimate(list(by.values())) for name, by in final.items() if by}
+    verdicts, said = _verdicts(methods)
+    rows = [
+        [
+            name,
+            f"{len(final[name])} of {len(own)}",
+            str(estimates.get(name, "-")),
+            _examples(own[0].config),
+        ]
+        for name, own in methods.items()
+    ]
+    drawn = report.Figure(
+        "Final loss of each method",
+        "The loss at the end of training, over the runs that are done; lower is better.",
+        lambda fig: figures.bars_with_intervals(fig, estimates, names=list(methods)),
+    )
+    return report.Section(
+        "Final losses",
+        "The losses are those on the test half of the validation data, of the runs that are done. One "
+        f"method ends below another if its loss is lower. {said}",
+        figures=[drawn] if estimates else [],
+        tables=[
+            report.Table(
+                "Methods", ["method", "runs done", "final loss (nats)", "examples in a run"], rows
+            )
+        ],
+        verdicts=verdicts,
+    )
+
+
+def _examples(config: Train) -> str:
+    return str(config.steps * config.batch_size)
+
+
+def _final(runs: Sequence[Found]) -> dict[int, float]:
+    """Of runs that are done, by seed."""
+    ends = {run.config.seed: run.result for run in runs}
+    return {s: sweep.loss_of(end, "test_loss") for s, end in ends.items() if end is not None}
+
+
+def _verdicts(methods: Methods) -> tuple[list[decide.Verdict], str]:
+    """Of all methods that can be compared, and a sentence on those that cannot."""
+    alike: dict[Any, list[str]] = {}
+    for name, own in methods.items():
+        if all(run.result is not None for run in own):
+            alike.setdefault((own[0].digest, *(run.config.seed for run in own)), []).append(name)
+    pairs = [(name, first) for first, *others in alike.values() for name in others]
+    compared = {name for pair in pairs for name in pair}
+    left = [name for name in methods if name not in compared]
+    said = "Methods are compared if they have the same data and the same seeds, and all runs are done."
+    said += f" Compared with no other: {'; '.join(left)}." if left else ""
+    level = decide.level_of_each(max(1, len(pairs)))
+    verdicts = [
+        decide.compare(
+            f"{name} ends below {first}",
+            _final(methods[name]),
+            _final(methods[first]),
+            level=level,
+            names=(name, first),
+        )
+        for name, first in pairs
+    ]
+    return verdicts, said
+
+
+def _training(methods: Methods) -> report.Section:
+    begun = {name: [run for run in own if run.rows] for name, own in methods.items()}
+    begun = {name: own for name, own in begun.items() if own}
+
+    def drawn(title: str, field: str, ylabel: str) -> report.Figure:
+        curves = {
+            name: curve(
+                [[_number(row.get(field)) for row in run.rows] for run in own], own[0].config.batch_size
+            )
+            for name, own in begun.items()
+        }
+        caption = "Each point is the mean over a twentieth of the steps, and over the seeds."
+        return _lines(title, caption, curves, ylabel, methods)
+
+    return report.Section(
+        "Training",
+        "How the loss fell while the examples went by. Where some runs of a method are not done, a "
+        "point is the mean over the runs that have come so far.",
+        figures=[
+            drawn("Training loss", "loss", "training loss (nats)"),
+            drawn("Gradient norm", "gradient_norm", "norm of the mean gradient"),
+        ],
+    )
+
+
+def _noise(methods: Methods) -> Iterator[report.Section]:
+    """The noise diagnostics, if a run has any."""
+    scales = _curves(methods, lambda noise: noise.get("noise_scale"))
+    if not scales:
+        return
+    caption = "The noise scale tr Sigma / |mu|^2, the mean over seeds."
+    drawn = [_lines("Noise scale", caption, scales, "noise scale (examples)", methods, logy=True)]
+    text = (
+        "The noise scale is the size of the batch in whose mean gradient noise and signal are equal. A "
+        "step without a point is one at which no run saw any signal: its noise scale would be infinite."
+    )
+    layers = sorted(
+        {name.removeprefix("noise_share") for own in methods.values() for name in _noise_names(own)}
+        - {""}
+    )
+    if len(layers) > FEW_LAYERS or len(scales) > FEW_METHODS:
+        text += (
+            " The noise in each layer is not drawn, because there are too many layers or methods: it is "
+            "in the file metrics.jsonl of each run."
+        )
+    elif layers:
+        drawn += [_layers(name, methods[name], layers) for name in scales]
+    yield report.Section("Noise", text, figures=drawn)
+
+
+def _layers(name: str, runs: Sequence[Found], paths: Sequence[str]) -> report.Figure:
+    def part(path: str) -> Callable[[Mapping[str, Any]], float | None]:
+        def of(noise: Mapping[str, Any]) -> float | None:
+            share = _number(noise.get(f"noise_share{path}"))
+            return None if share is None else share / (1 + share)
+
+        return of
+
+    curves = {_layer(path): c for path in paths for c in _curves({name: runs}, part(path)).values()}
+    caption = (
+        "How much of the square of a batch's mean gradient is noise, in each layer: 0 is all signal, 1 "
+        "all noise. It is noise_share / (1 + noise_share)."
+    )
+    return _lines(f"Noise share of layers: {name}", caption, curves, "part that is noise", curves)
+
+
+def _noise_names(runs: Sequence[Found]) -> set[str]:
+    seen = (row["noise"] for run in runs for row in run.rows if isinstance(row.get("noise"), dict))
+    return {name for noise in seen for name in noise if name.startswith("noise_share")}
+
+
+def _layer(path: str) -> str:
+    """`/block/kernel/value` as `block.kernel`."""
+    return ".".join(re.findall(r"\w+", path.removesuffix("/value"))) or path
+
+
+def _curves(methods: Methods, number: Callable[[Mapping[str, Any]], Any]) -> dict[str, Curve]:
+    """Of one of the noise diagnostics, at the steps that have it: infinite ones are left out."""
+    out = {}
+    for name, own in methods.items():
+        at: dict[int, list[float]] = {}
+        for run in own:
+            for row in run.rows:
+                noise = row.get("noise")
+                x = _number(number(noise)) if isinstance(noise, dict) else None
+                if x is not None:
+                    at.setdefault(row["step"] * run.config.batch_size, []).append(x)
+        if at:
+            points = [(x, decide.estimate(at[x])) for x in sorted(at)]
+            out[name] = tuple(np.array([[x, p.mean, p.low, p.high] for x, p in points]).T)
+    return out
+
+
+def _lines(
+    title: str,
+    caption: str,
+    curves: Mapping[str, Curve],
+    ylabel: str,
+    names: Mapping[str, Any],
+    *,
+    logy: bool = False,
+) -> report.Figure:
+    def draw(fig: Sheet) -> None:
+        figures.lines_with_bands(fig, curves, "examples seen", ylabel, names=list(names), logy=logy)
+
+    return report.Figure(title, caption, draw)
+
+
+def _number(x: Any) -> float | None:
+    """None for what is not finite, or no number."""
+    return float(x) if isinstance(x, int | float) and math.isfinite(x) else None
+
+
+def _listed(methods: Methods) -> report.Section:
+    rows = []
+    for name, own in methods.items():
+        for run in own:
+            loss = None if run.result is None else run.result["test_loss"]
+            steps = f"{len(run.rows)} of {run.config.steps}"
+            shown = "-" if loss is None else f"{loss:.4g}"
+            rows.append([name, str(run.config.seed), steps, _state(run), shown, str(run.path)])
+    header = ["method", "seed", "steps", "state", "final loss (nats)", "directory"]
+    text = "Every run, how far it has come, and where its files are."
+    return report.Section("Runs", text, tables=[report.Table("All runs", header, rows)])
+
+
+def _state(run: Found) -> str:
+    if run.result is None:
+        return "diverged, unfinished" if run.diverged else "unfinished" if run.rows else "not begun"
+    return "diverged" if run.diverged else "done"

@@ -1,0 +1,270 @@
+"""One run, read straight down: data, model, optimizer, then step after step.
+
+Everything a step does is in one jitted function of the state, the batch and the learning rate. Batches
+are looked up by the number of the step, so the number of the step is the position in the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import pergrad as pg
+from pergrad.lab import timing
+from pergrad.lab.config import Train
+from pergrad.lab.run import data, devices, model, optimizers
+from pergrad.lab.run.devices import Place
+from pergrad.lab.run.records import Run, plain, to_stderr
+
+VALIDATION_EXAMPLES = 256  # of each half
+FETCHED = 20  # steps whose metrics are fetched at a time: the device is not waited for in every step
+NOISE_DECAY = 0.9  # of the noise diagnostics, which see one step in `noise_every`
+
+Tree = Any
+
+
+class Problem(NamedTuple):
+    """A loss with its first parameters, and where its examples come from."""
+
+    name: str
+    digest: str
+    loss: Callable[[Tree, Any], jax.Array]
+    params: Tree
+    batches: Any  # [step] is a batch
+    tune: Any  # validation examples on which learning rates are chosen
+    test: Any  # and others, on which they are reported
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    params: Tree
+    optimizer: Tree
+    noise: pg.noise.NoiseState
+    key: jax.Array
+
+
+class Observer(Protocol):
+    """Who watches a run, such as a progress bar.
+
+    `price()` measures the time of the statistics as a multiple of `jax.grad`'s. It takes a while, and
+    works only during `start`: the first step gives the parameters away. Of several processes only one
+    is watched, and a measurement would need all: there is none.
+    """
+
+    def doing(self, what: str) -> None:
+        """What the run does until the next call, if it is not a step."""
+        ...
+
+    def say(self, line: str) -> None:
+        """What the user must know."""
+        ...
+
+    def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None: ...
+
+    def advance(self, row: dict[str, Any]) -> None: ...
+
+
+def make_problem(config: Train) -> Problem:
+    """Text and a transformer, or images and a convolutional network."""
+    rngs = nnx.Rngs(config.seed)
+    if config.data == "digits":
+        images = data.load_digits()
+        batches = data.image_batches(images, batch_size=config.batch_size, seed=config.seed)
+        module, loss = model.Convolutional(config.model, 10, rngs), model.image_loss
+        name, digest = images.name, images.digest
+        tune, test = images.tune, images.test
+    else:
+        corpus = data.load_text(config.data, config.tokens, config.vocabulary)
+        context = config.model.context
+        batches = data.batches(corpus, context=context, batch_size=config.batch_size, seed=config.seed)
+        module, loss = model.Transformer(config.model, corpus.vocabulary, rngs), model.text_loss
+        name, digest = corpus.name, corpus.digest
+        tune, test = (
+            data.validation_windows(part, context=context, limit=VALIDATION_EXAMPLES)
+            for part in (corpus.tune, corpus.test)
+        )
+    graph, params = nnx.split(module, nnx.Param)
+    return Problem(name, digest, functools.partial(loss, graph), params, batches, tune, test)
+
+
+class Unwatched:
+    """Nobody watches; what must be known is said to stderr."""
+
+    def doing(self, what: str) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        to_stderr(line)
+
+    def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None:
+        pass
+
+    def advance(self, row: dict[str, Any]) -> None:
+        pass
+
+
+UNWATCHED = Unwatched()
+ANYWHERE = Place()
+
+
+def train(
+    config: Train, run_dir: Path, observer: Observer = UNWATCHED, place: Place = ANYWHERE
+) -> dict[str, Any]:
+    """Runs, or goes on with, or only reads a finished run; returns what `result.json` has."""
+    place.check(config.batch_size)
+    observer.doing("reading the data and making the model")
+    problem = make_problem(config)
+    with Run(run_dir, config, problem.digest, problem.name, observer.say) as run:
+        devices.check_same("options or data", run.digest)
+        if run.result is not None:
+            return run.result
+        program = _program(_without_numbers(config), problem.digest, place)
+        monitor = program.monitor
+        observer.doing("preparing the devices and the state")
+        done, state = run.restore(place.spread(_start(config, program, problem.params)))
+        observer.start(config, done, _price(problem, program, state.params, place))
+        halves = {"tune_loss": place.examples(problem.tune), "test_loss": place.examples(problem.test)}
+
+        observer.doing("tracing and compiling a step, and taking the first one")
+        first, waiting, diverged = done + 1, [], False
+        while done < config.steps and not diverged:
+            batch, rate = place.examples(problem.batches[done]), optimizers.learning_rate(config, done)
+            state, metrics = program.step(state, batch, rate)
+            done += 1
+            row = {"step": done, **metrics, "learning_rate": rate, "examples": done * config.batch_size}
+            if config.noise_every and done % config.noise_every == 0:
+                state = program.noise(state, batch)
+                row["noise"] = monitor.summary(state.noise, layers=True)
+            is_checkpoint = done % config.checkpoint_every == 0
+            is_validated = done % config.validate_every == 0 or done == config.steps
+            if is_validated:
+                row |= {name: program.validate(state.params, part) for name, part in halves.items()}
+            waiting.append(row)
+            if done == first or is_checkpoint or is_validated or len(waiting) == FETCHED:
+                rows, waiting = _until_divergence([_plain_row(row) for row in waiting]), []
+                diverged = rows[-1]["loss"] is None
+                run.log(rows)
+                for row in rows:
+                    observer.advance(row)
+            if is_checkpoint and not diverged:
+                run.save(done, state)
+        if devices.is_first():
+            run.finish(_result(run.rows(), config, diverged))
+        devices.wait_for_others("the result")
+        assert run.result is not None
+        return run.result
+
+
+def _price(
+    problem: Problem, program: _Program, params: Tree, place: Place
+) -> Callable[[], float] | None:
+    if jax.process_count() > 1:
+        return None
+    first, mean = place.examples(problem.batches[0]), jax.value_and_grad(problem.loss)
+    return lambda: timing.ratio(program.stats, mean, params, first)
+
+
+def parameters(config: Train, run_dir: Path) -> dict[int, Tree]:
+    """The parameters of a run's checkpoints, by step."""
+    problem = make_problem(config)
+    with Run(run_dir, config, problem.digest, problem.name) as run:
+        program = _program(_without_numbers(config), problem.digest, ANYWHERE)
+        start = _start(config, program, problem.params)
+        return {step: run.read(step, start).params for step in run.saved}
+
+
+class _Program(NamedTuple):
+    """An optimizer and what is compiled with it."""
+
+    tx: pg.optim.StatsTransformation
+    monitor: pg.noise.Monitor
+    stats: Callable[[Tree, Any], Any]
+    step: Callable[[State, Any, Any], tuple[State, dict[str, jax.Array]]]
+    noise: Callable[[State, Any], State]
+    validate: Callable[[Tree, Any], jax.Array]
+
+
+def _without_numbers(config: Train) -> Train:
+    """The same for all runs that are one program: a sweep compiles it once in each process."""
+    anything = {"learning_rate": 1.0, "seed": 0, "steps": 1, "warmup": 0.0}
+    never = dict.fromkeys(("validate_every", "noise_every", "checkpoint_every", "keep"), 1)
+    return dataclasses.replace(config, **anything, **never)
+
+
+@functools.lru_cache(maxsize=32)
+def _program(config: Train, data_digest: str, place: Place) -> _Program:
+    """Everything that runs on the device; `data_digest` is there to tell data of the same name apart."""
+    loss = make_problem(config).loss
+    tx = optimizers.make(config)
+    monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
+    options: Any = {"microbatch_size": config.microbatch_size, "spmd_axis_name": place.batch_axis}
+    stats_fn = pg.value_and_stats(loss, tx.stats, **options)
+    noise_fn = pg.grad_stats(loss, monitor.stats, **options)
+
+    def step(state: State, batch: Any, rate: Any) -> tuple[State, dict[str, jax.Array]]:
+        value, stats = stats_fn(state.params, batch)
+        updates, optimizer = tx.update(stats["mean"], state.optimizer, state.params, stats=stats)
+        updates = jax.tree.map(lambda u: rate * u, updates)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": value, "gradient_norm": optax.tree.norm(stats["mean"])}
+        return place.kept(state._replace(params=params, optimizer=optimizer)), metrics
+
+    def noise(state: State, batch: Any) -> State:
+        stats = noise_fn(state.params, batch)
+        return place.kept(state._replace(noise=monitor.update(stats, state.noise)))
+
+    return _Program(
+        tx,
+        monitor,
+        stats_fn,
+        jax.jit(step, donate_argnums=0),
+        jax.jit(noise, donate_argnums=0),
+        jax.jit(functools.partial(_mean_loss, loss)),
+    )
+
+
+def _start(config: Train, program: _Program, params: Tree) -> State:
+    return State(
+        params, program.tx.init(params), program.monitor.init(params), jax.random.key(config.seed)
+    )
+
+
+def _mean_loss(loss: Any, params: Tree, examples: Any) -> jax.Array:
+    return loss(params, jax.tree.map(jnp.asarray, examples))
+
+
+def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    def of(x: Any) -> Any:
+        return x if isinstance(x, (int, dict)) else plain(x)  # the monitor's numbers are plain
+
+    return {name: of(x) for name, x in row.items()}
+
+
+def _until_divergence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Up to and with the first loss that is no number: what follows it means nothing."""
+    ends = [i for i, row in enumerate(rows) if row["loss"] is None]
+    return rows[: ends[0] + 1] if ends else rows
+
+
+def _result(rows: list[dict[str, Any]], config: Train, diverged: bool) -> dict[str, Any]:
+    """The end of a run: the mean loss over its last tenth, and the last validation."""
+    last = rows[-1]
+    diverged = diverged or last["tune_loss"] is None or last["test_loss"] is None
+    tail = [row["loss"] for row in rows[-max(1, config.steps // 10) :]]
+    return {
+        "steps": last["step"],
+        "diverged": diverged,
+        "train_loss": None if diverged else float(np.mean(tail)),
+        "tune_loss": None if diverged else last["tune_loss"],
+        "test_loss": None if diverged else last["test_loss"],
+    }
