@@ -7,8 +7,9 @@ so the state that the loss leaves behind has to be the same whichever example it
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,23 +18,9 @@ from flax import nnx
 from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
-from pergrad._call import (
-    COMPARED,
-    ArgNums,
-    MicrobatchSize,
-    Request,
-    StrategyName,
-    checker,
-    keywords_of,
-    places,
-    returning_nothing,
-    returning_plan,
-    returning_stats,
-    spmd,
-)
+import pergrad as pg
+from pergrad._call import ArgNums, MicrobatchSize, StrategyName, keywords_of, places
 from pergrad._compat import drop_dead_code
-from pergrad._errors import ArgumentError, NotPerExampleError
-from pergrad._plan import Plan
 
 
 def value_and_stats(
@@ -75,27 +62,22 @@ def value_and_stats(
     >>> stats["mean"]["kernel"][...].ravel(), stats["variance"]["kernel"][...].ravel()
     (Array([1., 3.], dtype=float32), Array([0., 2.], dtype=float32))
     """
-    request = Request(
-        fun,
-        stats,
-        argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        keep_batch_dim=keep_batch_dim,
-        rng_argnums=rng_argnums,
-        shared_argnums=shared_argnums,
-        microbatch_size=microbatch_size,
-        spmd_axis_name=spmd_axis_name,
-        strategy=strategy,
-    )
+    options: dict[str, Any] = {
+        "batch_argnums": batch_argnums,
+        "has_aux": has_aux,
+        "keep_batch_dim": keep_batch_dim,
+        "rng_argnums": rng_argnums,
+        "shared_argnums": shared_argnums,
+        "microbatch_size": microbatch_size,
+        "spmd_axis_name": spmd_axis_name,
+        "strategy": strategy,
+    }
 
-    @returning_stats(request, show_signature=False)
+    @_documented_as(pg.value_and_stats(fun, stats, argnums, **options))
     def stats_fn(*args: Any, **kwargs: Any) -> Any:
-        # Not in the signature, nor is it shown: nnx.vmap and nnx.scan refuse functions that have
-        # defaults for keywords.
         own = _pop_own(kwargs, stats)
-        call = _Call(request, args, kwargs, wrt)
-        result = spmd.run(call.request, call.args, kwargs, **own)
+        call = _Call(fun, argnums, options, args, kwargs, wrt)
+        result = pg.value_and_stats(call.loss, stats, argnums, **options)(*call.args, **kwargs, **own)
         nnx.update(call.modules, call.state_after())
         return result
 
@@ -116,27 +98,24 @@ def explain(
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
-) -> Callable[..., Plan]:
+) -> Callable[..., pg.Plan]:
     """As `pergrad.explain`, for a loss that takes NNX modules."""
-    request = Request(
-        fun,
-        stats,
-        argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        keep_batch_dim=keep_batch_dim,
-        rng_argnums=rng_argnums,
-        shared_argnums=shared_argnums,
-        microbatch_size=microbatch_size,
-        spmd_axis_name=spmd_axis_name,
-        strategy=strategy,
-    )
+    options: dict[str, Any] = {
+        "batch_argnums": batch_argnums,
+        "has_aux": has_aux,
+        "keep_batch_dim": keep_batch_dim,
+        "rng_argnums": rng_argnums,
+        "shared_argnums": shared_argnums,
+        "microbatch_size": microbatch_size,
+        "spmd_axis_name": spmd_axis_name,
+        "strategy": strategy,
+    }
 
-    @returning_plan(request, show_signature=False)
-    def plan_of(*args: Any, **kwargs: Any) -> Plan:
-        _pop_own(kwargs, stats)
-        call = _Call(request, args, kwargs, wrt)
-        return spmd.plan(call.request, call.args, kwargs)
+    @_documented_as(pg.explain(fun, stats, argnums, **options))
+    def plan_of(*args: Any, **kwargs: Any) -> pg.Plan:
+        own = _pop_own(kwargs, stats)
+        call = _Call(fun, argnums, options, args, kwargs, wrt)
+        return pg.explain(call.loss, stats, argnums, **options)(*call.args, **kwargs, **own)
 
     return plan_of
 
@@ -157,31 +136,27 @@ def check(
     strategy: StrategyName = "auto",
 ) -> Callable[..., None]:
     """As `pergrad.check`, for a loss that takes NNX modules. It leaves them as they are."""
-    request = Request(
-        fun,
-        COMPARED,
-        argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        keep_batch_dim=keep_batch_dim,
-        rng_argnums=rng_argnums,
-        shared_argnums=shared_argnums,
-        microbatch_size=microbatch_size,
-        spmd_axis_name=spmd_axis_name,
-        strategy=strategy,
-    )
-    checker(request, rtol)  # It says now what cannot be right.
+    options: dict[str, Any] = {
+        "batch_argnums": batch_argnums,
+        "has_aux": has_aux,
+        "keep_batch_dim": keep_batch_dim,
+        "rng_argnums": rng_argnums,
+        "shared_argnums": shared_argnums,
+        "microbatch_size": microbatch_size,
+        "spmd_axis_name": spmd_axis_name,
+        "strategy": strategy,
+    }
 
-    @returning_nothing(request, show_signature=False)
+    @_documented_as(pg.check(fun, argnums, rtol=rtol, **options))
     def check_loss(*args: Any, **kwargs: Any) -> None:
-        call = _Call(request, args, kwargs, wrt)
+        call = _Call(fun, argnums, options, args, kwargs, wrt)
         try:
-            checker(call.request, rtol)(*call.args, **kwargs)
-        except NotPerExampleError:
+            pg.check(call.loss, argnums, rtol=rtol, **options)(*call.args, **kwargs)
+        except pg.NotPerExampleError:
             before, after = _state(call.modules), call.state_after()
             counts = (jax.tree.leaves(nnx.filter_state(s, nnx.RngCount)) for s in (before, after))
             if any(jnp.any(a != b) for a, b in zip(*counts, strict=True)):
-                raise ArgumentError(
+                raise pg.ArgumentError(
                     "check cannot compare a loss that draws random numbers: the whole batch and single "
                     "examples draw different ones. Switch the randomness off: model.eval()."
                 ) from None
@@ -191,8 +166,25 @@ def check(
     return check_loss
 
 
+def _documented_as(plain: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorates a function of modules with the names and the docstring of the function without them.
+
+    It keeps its own signature, in which `example_weights` is not shown: `nnx.vmap` and `nnx.scan` refuse
+    functions that have defaults for keywords.
+    """
+
+    def decorate(function: Any) -> Any:
+        function.__signature__ = inspect.signature(function)
+        names = ("__module__", "__name__", "__qualname__", "__doc__")
+        functools.update_wrapper(function, plain, assigned=names, updated=())
+        function.__wrapped__ = inspect.unwrap(plain, stop=lambda f: f is not plain)
+        return function
+
+    return decorate
+
+
 def _pop_own(kwargs: dict[str, Any], stats: Any) -> dict[str, Any]:
-    """Takes out the keywords that are not the loss's."""
+    """Takes out the keywords that the loss is not given, such as `example_weights`."""
     return {name: kwargs.pop(name) for name in keywords_of(stats) if name in kwargs}
 
 
@@ -203,20 +195,29 @@ class _Call:
     of its examples, from which they get their own randomness.
     """
 
-    def __init__(self, request: Request, args: Any, kwargs: Any, wrt: Any) -> None:
-        self.fun, self.kwargs = request.fun, kwargs
-        self.request = dataclasses.replace(request, fun=self.loss)
-        own = places("argnums", request.argnums, args, kwargs)
-        self.batch = places("batch_argnums", request.batch_argnums, args, kwargs)
-        self.rng = places("rng_argnums", request.rng_argnums, args, kwargs)
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        argnums: ArgNums,
+        options: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        wrt: Any,
+    ) -> None:
+        self.fun, self.kwargs = fun, kwargs
+        self.keep_batch_dim = options["keep_batch_dim"]
+        differentiated = places("argnums", argnums, args, kwargs)
+        self.batch, self.rng = (
+            places(name, options[name], args, kwargs) for name in ("batch_argnums", "rng_argnums")
+        )
         for name, x in kwargs.items():
             if isinstance(x, nnx.Pytree):
-                raise ArgumentError(
+                raise pg.ArgumentError(
                     f"the keyword argument {name} is of the type {type(x).__name__}. Give modules and "
                     "nnx.Rngs by position: each example then gets random streams of its own."
                 )
         self.modules = {str(n): x for n, x in enumerate(args) if isinstance(x, nnx.Pytree)}
-        is_wrt, names = nnx.filterlib.to_predicate(wrt), {str(n) for n in own}
+        is_wrt, names = nnx.filterlib.to_predicate(wrt), {str(n) for n in differentiated}
         self.graphdef, params, self.rest = nnx.split(
             self.modules, lambda path, x: path[0] in names and is_wrt(path[1:], x), ...
         )
@@ -251,7 +252,7 @@ class _Call:
         def of_one(examples: Any) -> Any:
             args = list(self.args)
             for n, x in examples.items():
-                keep = n in self.batch and self.request.keep_batch_dim
+                keep = n in self.batch and self.keep_batch_dim
                 args[n] = jax.tree.map(lambda leaf: leaf[None], x) if keep else x
             number = examples[self.batch[0]][1]
             return _the_same_for_all(number, self._run(args, self.kwargs)[1])
@@ -277,7 +278,7 @@ def _rule(size: int, differs: Any, number: Any, state: Any) -> Any:
     for (argument, *path), by_example in jax.tree_util.tree_leaves_with_path(differs[1]):
         if by_example:
             name = jax.tree_util.keystr(tuple(path))
-            raise NotPerExampleError(
+            raise pg.NotPerExampleError(
                 f"the loss writes to {name} of argument {argument.key} what it computed from the "
                 "examples. They do not see each other, so this has another value for each. Running "
                 "statistics of batch norm: freeze them with model.eval() or use_running_average=True. "
