@@ -1,8 +1,8 @@
 """For Flax NNX: losses that take the module itself, `loss(model, batch)`, as `nnx.value_and_grad` does.
 
 The modules among the arguments are split, as one graph, into the variables to differentiate and all
-other state. The loss of one example merges them again. Examples run side by side and none sees another,
-so the state that the loss leaves behind has to be the same whichever example it was given.
+other state. The loss of one example merges them again. The loss runs for each example on its own, so the
+state that it leaves in the modules has to be the same for all examples.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def check(
     return check_loss
 
 
-def _documented_as(plain: Callable[..., Any]) -> Callable[[Any], Any]:
+def _documented_as(plain: Any) -> Callable[[Any], Any]:
     """Decorates a function of modules with the names and the docstring of the function without them.
 
     It keeps its own signature, in which `example_weights` is not shown: `nnx.vmap` and `nnx.scan` refuse
@@ -177,7 +177,7 @@ def _documented_as(plain: Callable[..., Any]) -> Callable[[Any], Any]:
         function.__signature__ = inspect.signature(function)
         names = ("__module__", "__name__", "__qualname__", "__doc__")
         functools.update_wrapper(function, plain, assigned=names, updated=())
-        function.__wrapped__ = inspect.unwrap(plain, stop=lambda f: f is not plain)
+        function.__wrapped__ = plain.__wrapped__  # the loss
         return function
 
     return decorate
@@ -189,10 +189,11 @@ def _pop_own(kwargs: dict[str, Any], stats: Any) -> dict[str, Any]:
 
 
 class _Call:
-    """One call, in the words of the functions that know no modules.
+    """One call, as the functions for losses without modules take it.
 
-    In `args` a module's place is taken by its parameters, and the first batch is paired with the numbers
-    of its examples, from which they get their own randomness.
+    `loss` and `args` are what these functions get. In `args` each module is replaced by its parameters,
+    and the first batch is paired with the numbers of its examples, from which every example gets random
+    streams of its own.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class _Call:
         self.args[self.batch[0]] = args[self.batch[0]], jnp.arange(self.size)
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, of arguments like `args`."""
+        """The user's loss, of arguments like `args`."""
         return self._run(args, kwargs)[0]
 
     def _run(self, args: Iterable[Any], kwargs: Any) -> tuple[Any, Any]:
@@ -262,7 +263,8 @@ class _Call:
             examples[n] = jax.tree.map(lambda key: jax.random.split(key, self.size), self.args[n])
         after = jax.make_jaxpr(lambda: jax.vmap(of_one, out_axes=None)(examples), return_shape=True)
         program, state = after()
-        # What is left of the program is what counts up; the model is not run.
+        # Without dead code the program holds only what the new state depends on, such as counters of
+        # random streams. The model itself is not run.
         leaves = jaxpr_as_fun(program.replace(jaxpr=drop_dead_code(program.jaxpr)))()
         return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
@@ -272,7 +274,8 @@ def _the_same_for_all(number: Any, state: Any) -> Any:
     return state
 
 
-# The number differs from example to example, so that this meets their `vmap` and no other.
+# `number` differs from example to example, so the `vmap` over examples calls this rule. A `vmap` that a
+# user puts around the call does not.
 @_the_same_for_all.def_vmap
 def _rule(size: int, differs: Any, number: Any, state: Any) -> Any:
     for (argument, *path), by_example in jax.tree_util.tree_leaves_with_path(differs[1]):
