@@ -33,13 +33,14 @@ def silent(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Program:
-    """A candidate compiled ahead of time, and what that took.
+class Executable:
+    """A candidate that is ready to run, and what it took to compile it.
 
-    `temp_bytes` is what XLA sets aside for intermediate results; arguments and results do not
-    count. NaN where XLA does not say.
+    `temp_bytes` is the memory that XLA sets aside for intermediate results; arguments and results do not
+    count. It is NaN where XLA does not say. All three numbers are NaN if nothing is compiled (PyTorch).
 
-    `tried` are the seconds of one run of each of those that it was chosen from, if it was.
+    `tried` has the seconds of one run of each of the candidates among which this one was the fastest. It
+    is empty where there was no choice.
     """
 
     run: Callable[..., Any]
@@ -56,10 +57,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Result:
-    """A program and the seconds of each of its timed runs."""
+    """An executable and the seconds of each of its timed runs."""
 
     name: str
-    program: Program
+    executable: Executable
     seconds: tuple[float, ...]
 
     @property
@@ -75,12 +76,12 @@ class Result:
         """Time, temporary memory and build time as multiples of those of `floor`; NaN if that is 0."""
         return {
             "time": self.minimum / floor.minimum,
-            "memory": self.program.temp_bytes / (floor.program.temp_bytes or math.nan),
-            "compile": self.program.build_seconds / floor.program.build_seconds,
+            "memory": self.executable.temp_bytes / (floor.executable.temp_bytes or math.nan),
+            "compile": self.executable.build_seconds / floor.executable.build_seconds,
         }
 
 
-def compile_one(candidate: Callable[..., Any], *args: Any) -> Program:
+def compile_one(candidate: Callable[..., Any], *args: Any) -> Executable:
     """Compile a candidate for `args`; quicker if JAX has seen parts of it before."""
     start = time.perf_counter()
     lowered = jax.jit(candidate).lower(*args)
@@ -88,7 +89,7 @@ def compile_one(candidate: Callable[..., Any], *args: Any) -> Program:
     compiled = lowered.compile()
     end = time.perf_counter()
     memory = compiled.memory_analysis()
-    return Program(
+    return Executable(
         run=compiled,
         lower_seconds=middle - start,
         compile_seconds=end - middle,
@@ -98,17 +99,17 @@ def compile_one(candidate: Callable[..., Any], *args: Any) -> Program:
 
 def compile_afresh(
     name: str, candidate: Callable[..., Any], *args: Any, say: Say = to_stderr
-) -> Program:
+) -> Executable:
     """Compile a candidate from empty caches, so that none helps the next."""
     jax.clear_caches()
-    program = compile_one(candidate, *args)
-    say(f"  compiled {name} in {program.build_seconds:.1f} s\n")
-    return program
+    executable = compile_one(candidate, *args)
+    say(f"  compiled {name} in {executable.build_seconds:.1f} s\n")
+    return executable
 
 
 def fastest(
     candidates: Iterable[tuple[str, Callable[..., Any]]], *args: Any, say: Say = to_stderr
-) -> tuple[str, Program]:
+) -> tuple[str, Executable]:
     """The fastest of candidates that differ in a size which rises, tried until they get slower.
 
     They do not take turns: what takes 1.1 times as long as the best before it is taken to be slower.
@@ -116,14 +117,14 @@ def fastest(
     tried: dict[str, float] = {}
     best = None
     for name, candidate in candidates:
-        program = compile_afresh(name, candidate, *args, say=say)
-        tried[name], _ = _run(program, args)
+        executable = compile_afresh(name, candidate, *args, say=say)
+        tried[name], _ = _run(executable, args)
         if tried[name] <= 2 * min(tried.values()):  # else it is not the first run that makes it slow
-            tried[name] = min(_run(program, args)[0] for _ in range(2))
+            tried[name] = min(_run(executable, args)[0] for _ in range(2))
         say(f"  {name} takes {1e3 * tried[name]:.0f} ms\n")
         lowest = min(tried.values())
         if tried[name] == lowest:
-            best = name, program
+            best = name, executable
         elif tried[name] > 1.1 * lowest:
             break
     if best is None:
@@ -132,47 +133,47 @@ def fastest(
 
 
 def time_all(
-    programs: Mapping[str, Program],
+    executables: Mapping[str, Executable],
     *args: Any,
     rounds: int = 15,
     budget: float = 10.0,
     say: Say = to_stderr,
 ) -> list[Result]:
-    """Run each program once to warm up, then let them take turns for `rounds` rounds.
+    """Run each executable once to warm up, then let them take turns for `rounds` rounds.
 
-    A program that has used up its `budget` of seconds sits out the remaining rounds, but not before
-    it has had `LEAST` timed runs, or one if that takes all of the budget. So `seconds[i]` of every
-    result was measured in round i.
+    An executable that has used up its `budget` of seconds sits out the remaining rounds, but not before
+    it has had `LEAST` timed runs, or one run if that alone takes the whole budget. So `seconds[i]` of
+    every result was measured in round i.
 
-    What a run returns is kept until the program's next run is over, as a training loop keeps it. Dropped
-    at once, memory for large results goes back to the operating system after one run and not after
-    another, and is paged in again within the next.
+    The results of a run are kept until the executable's next run is over, as a training loop keeps them.
+    If they were dropped at once, the memory of large results would go back to the operating system after
+    some runs and not after others, and the next run would pay for paging it in again.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    spent = {name: _run(program, args)[0] for name, program in programs.items()}
+    spent = {name: _run(executable, args)[0] for name, executable in executables.items()}
     kept: dict[str, Any] = {}
-    timed: dict[str, list[float]] = {name: [] for name in programs}
+    timed: dict[str, list[float]] = {name: [] for name in executables}
     say("  timing ")
     for index in range(rounds):
-        for name in _order(list(programs), index):
+        for name in _order(list(executables), index):
             least = LEAST if min(timed[name], default=0) < budget else 1
             if spent[name] > budget and len(timed[name]) >= least:
                 continue
-            seconds, kept[name] = _run(programs[name], args)
+            seconds, kept[name] = _run(executables[name], args)
             timed[name].append(seconds)
             spent[name] += seconds
         say(".")
     say("\n")
-    return [Result(name, programs[name], tuple(seconds)) for name, seconds in timed.items()]
+    return [Result(name, executables[name], tuple(seconds)) for name, seconds in timed.items()]
 
 
 def ratio(
     candidate: Callable[..., Any], floor: Callable[..., Any], *args: Any, rounds: int = 5
 ) -> float:
     """The time of a candidate as a multiple of that of `floor`, both jitted, by their fastest runs."""
-    programs = {"floor": compile_one(floor, *args), "candidate": compile_one(candidate, *args)}
-    first, second = time_all(programs, *args, rounds=rounds, say=silent)
+    executables = {"floor": compile_one(floor, *args), "candidate": compile_one(candidate, *args)}
+    first, second = time_all(executables, *args, rounds=rounds, say=silent)
     return second.minimum / first.minimum
 
 
@@ -196,8 +197,8 @@ def _order(names: list[str], index: int) -> list[str]:
     return rotated[::-1] if index % 2 else rotated
 
 
-def _run(program: Program, args: tuple[Any, ...]) -> tuple[float, Any]:
+def _run(executable: Executable, args: tuple[Any, ...]) -> tuple[float, Any]:
     """The seconds of one run, and what it returns."""
     start = time.perf_counter()
-    results = jax.block_until_ready(program.run(*args))
+    results = jax.block_until_ready(executable.run(*args))
     return time.perf_counter() - start, results

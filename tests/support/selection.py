@@ -50,7 +50,6 @@ SHORTENED = {
 
 # Files whose tests are runs of a few programs, which one process compiles once.
 ONE_WORKER = {
-    "lab/bench/test_price.py",
     "lab/compare/test_sweep.py",
     "lab/pages/test_gather.py",
     "lab/run/test_train.py",

@@ -84,7 +84,7 @@ WANTED = "It takes no arguments and returns three things: `return loss, params, 
 
 
 @dataclass(frozen=True)
-class Problem:
+class Workload:
     """A loss with its arguments, and what there is to know about it."""
 
     loss: Loss
@@ -98,19 +98,19 @@ class Problem:
         return of_one_position(task) if self.has_one_position else task
 
 
-def of_model(model: Model) -> Problem:
+def of_model(model: Model) -> Workload:
     """With parameters and a batch that are random, and always the same."""
     params, batch = model.init(jax.random.key(0)), model.sample(jax.random.key(1))
     about = {"model": type(model).__name__, **dataclasses.asdict(model), "parameters": _count(params)}
-    return Problem(model.loss, params, batch, about, has_one_position=isinstance(model, MLP))
+    return Workload(model.loss, params, batch, about, has_one_position=isinstance(model, MLP))
 
 
-def problem(name: str) -> Problem:
+def workload(name: str) -> Workload:
     """One of `CASES`, or a user's own: `MODULE:FUNCTION` returns a loss, its parameters and a batch."""
     if name in get_args(CaseName):
         return of_model(CASES[cast(CaseName, name)])
     loss, params, batch = example(name)
-    return Problem(loss, params, batch, {"model": name, "parameters": _count(params)})
+    return Workload(loss, params, batch, {"model": name, "parameters": _count(params)})
 
 
 def grown(model: Transformer, field: str, size: int) -> Transformer:

@@ -40,17 +40,17 @@ def in_a_process(case: str, task: str, candidate: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def of_this_process(problem: cases.Problem, task: tasks.Task, candidate: str) -> dict[str, float]:
+def of_this_process(workload: cases.Workload, task: tasks.Task, candidate: str) -> dict[str, float]:
     """Compiles and runs a candidate twice; the second run holds the results of the first."""
-    args = problem.params, problem.batch
-    program = timing.compile_one(tasks.make(candidate, problem.loss, task), *args)
+    args = workload.params, workload.batch
+    executable = timing.compile_one(tasks.make(candidate, workload.loss, task), *args)
     jax.clear_caches()
     gc.collect()
     _give_back()
     before = _status("VmRSS")
     CLEAR.write_text("5")  # sets the peak to what is there now
     for _ in range(2):
-        jax.block_until_ready(program.run(*args))
+        jax.block_until_ready(executable.run(*args))
     return {"peak_bytes": _status("VmHWM"), "before_bytes": before}
 
 
@@ -68,5 +68,5 @@ def _status(key: str) -> float:
 
 if __name__ == "__main__":
     case, task, candidate = sys.argv[1:]
-    problem = cases.problem(case)
-    print(json.dumps(of_this_process(problem, problem.task(task), candidate)))
+    workload = cases.workload(case)
+    print(json.dumps(of_this_process(workload, workload.task(task), candidate)))

@@ -22,7 +22,7 @@ from pergrad.lab import timing
 from pergrad.lab.bench import tasks
 from pergrad.lab.bench.tasks import AUTO, FLOOR, PERGRAD, SIZED, Loss, Task, Tree
 from pergrad.lab.errors import LabError
-from pergrad.lab.timing import Program, Result, Say, to_stderr
+from pergrad.lab.timing import Executable, Result, Say, to_stderr
 
 # The largest difference between two candidates, in norm, for any one parameter. Sums in float32 taken
 # in another order differ by about 1e-6 of the result's norm.
@@ -52,22 +52,23 @@ def measure(
     """The candidates of these names, by default all, compiled, checked and timed.
 
     Of candidates that want a microbatch size the fastest is taken. A candidate that raises an error is
-    left out, and so is pergrad's `"auto"` where it takes all examples at once: that is the same program.
+    left out. So is pergrad's `"auto"` where it takes all examples at once, since that is what `pergrad`
+    without a microbatch size does.
     """
     if rounds < 1:
         raise LabError(f"rounds must be at least 1, not {rounds}.")
-    programs, left_out = build(loss, task, params, batch, names=names or tasks.names(task), say=say)
-    difference = largest_difference(programs, params, batch, rtol=rtol, unchecked=task.unchecked)
+    executables, left_out = build(loss, task, params, batch, names=names or tasks.names(task), say=say)
+    difference = largest_difference(executables, params, batch, rtol=rtol, unchecked=task.unchecked)
     say(f"  all agree: relative difference at most {difference:.0e} (limit {rtol:.0e})\n")
-    results = timing.time_all(programs, params, batch, rounds=rounds, budget=budget, say=say)
+    results = timing.time_all(executables, params, batch, rounds=rounds, budget=budget, say=say)
     return Comparison(results, left_out)
 
 
 def build(
     loss: Loss, task: Task, params: Tree, batch: Any, *, names: Sequence[str], say: Say = to_stderr
-) -> tuple[dict[str, Program], dict[str, str]]:
+) -> tuple[dict[str, Executable], dict[str, str]]:
     """Compiled candidates by name, and who is left out and why."""
-    programs, left_out = {}, {}
+    executables, left_out = {}, {}
     for name in names:
         if not tasks.is_installed(name):
             left_out[name] = "not installed"
@@ -75,22 +76,22 @@ def build(
             left_out[name] = "all at once"
         else:
             try:
-                found, program = _compile(name, loss, task, params, batch, say)
+                found, executable = _compile(name, loss, task, params, batch, say)
             except Exception as error:
                 if name in (FLOOR, PERGRAD):
                     raise
                 # Whatever it is, it is theirs, and the others go on.
                 left_out[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
             else:
-                programs[found] = program
+                executables[found] = executable
         if name in left_out:
             say(f"  without {name}: {left_out[name]}\n")
-    return programs, left_out
+    return executables, left_out
 
 
 def _compile(
     name: str, loss: Loss, task: Task, params: Tree, batch: Any, say: Say
-) -> tuple[str, Program]:
+) -> tuple[str, Executable]:
     if name not in SIZED:
         return name, timing.compile_afresh(name, tasks.make(name, loss, task), params, batch, say=say)
     sized = ((one, tasks.make(one, loss, task)) for one in _sizes(name, batch))
@@ -110,7 +111,7 @@ def _sizes(name: str, batch: Any) -> list[str]:
 
 
 def largest_difference(
-    programs: Mapping[str, Program],
+    executables: Mapping[str, Executable],
     params: Tree,
     batch: Any,
     *,
@@ -122,13 +123,13 @@ def largest_difference(
     Raises `LabError` if one is above `rtol`: what does not return the same is not worth timing. The
     statistics named in `unchecked` may differ.
     """
-    _, reference, *_ = programs
-    expected_value, expected = programs[reference].run(params, batch)
+    _, reference, *_ = executables
+    expected_value, expected = executables[reference].run(params, batch)
     largest = 0.0
-    for name, program in programs.items():
+    for name, executable in executables.items():
         if name == reference:
             continue
-        value, statistics = program.run(params, batch)
+        value, statistics = executable.run(params, batch)
         shared = statistics.keys() & expected.keys() - set(unchecked)
         pairs = jax.tree.map(
             _relative_difference,
@@ -152,14 +153,14 @@ def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
     return [
         {
             "candidate": result.name,
-            "lower_seconds": result.program.lower_seconds,
-            "compile_seconds": result.program.compile_seconds,
-            "temp_bytes": result.program.temp_bytes,
+            "lower_seconds": result.executable.lower_seconds,
+            "compile_seconds": result.executable.compile_seconds,
+            "temp_bytes": result.executable.temp_bytes,
             "seconds": list(result.seconds),
             "minimum": result.minimum,
             "quartiles": list(result.quartiles),
             "ratios": result.ratios(results[0]),
-            "tried": dict(result.program.tried),
+            "tried": dict(result.executable.tried),
         }
         for result in results
     ]

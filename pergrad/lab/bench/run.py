@@ -21,7 +21,7 @@ from pergrad.lab.config import CaseName, PartName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors, to_json
 from pergrad.lab.run import records
-from pergrad.lab.timing import LEAST, Program, Say, to_stderr
+from pergrad.lab.timing import LEAST, Executable, Say, to_stderr
 
 Row = dict[str, Any]
 
@@ -147,63 +147,63 @@ def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
     names = None
     match item.part:
         case "growth":
-            problem, names = _grown(item, cases.GROWTH), (FLOOR, VMAP, MICRO_GRAD, PERGRAD)
+            workload, names = _grown(item, cases.GROWTH), (FLOOR, VMAP, MICRO_GRAD, PERGRAD)
         case "compile":
-            problem = _grown(item, cases.COMPILED) if item.axis else cases.problem(item.case)
-            return _compiled(item, problem, settings, say)
+            workload = _grown(item, cases.COMPILED) if item.axis else cases.workload(item.case)
+            return _compiled(item, workload, settings, say)
         case _:
-            problem = cases.problem(item.case)
+            workload = cases.workload(item.case)
     found = price.measure(
-        problem.loss,
-        problem.task(item.task),
-        problem.params,
-        problem.batch,
+        workload.loss,
+        workload.task(item.task),
+        workload.params,
+        workload.batch,
         names=names,
         rounds=settings.rounds,
         budget=settings.budget,
         say=say,
     )
-    rows = [{**_head(item, problem), **numbers} for numbers in price.numbers(found.results)]
+    rows = [{**_head(item, workload), **numbers} for numbers in price.numbers(found.results)]
     if item.part == "models" and item.task in settings.peak:
         for row in rows:
             row["process"] = peak.in_a_process(item.case, item.task, row["candidate"])
             say(f"  {row['candidate']}: {row['process']['peak_bytes'] / 1e6:.0f} MB in its process\n")
     left_out = found.left_out.items()
     return rows + [
-        {**_head(item, problem), "candidate": name, "left_out": why} for name, why in left_out
+        {**_head(item, workload), "candidate": name, "left_out": why} for name, why in left_out
     ]
 
 
-def _compiled(item: Item, problem: cases.Problem, settings: Settings, say: Say) -> list[Row]:
+def _compiled(item: Item, workload: cases.Workload, settings: Settings, say: Say) -> list[Row]:
     names = (FLOOR, VMAP, f"{MICRO_GRAD}{MICROBATCH}1", PERGRAD)
-    args = problem.loss, problem.task(item.task), problem.params, problem.batch
-    rounds: list[dict[str, Program]] = []
+    args = workload.loss, workload.task(item.task), workload.params, workload.batch
+    rounds: list[dict[str, Executable]] = []
     spent = 0.0
     while len(rounds) < settings.builds and (len(rounds) < LEAST or spent < settings.budget):
-        programs, _ = price.build(*args, names=names, say=say)
-        rounds.append(programs)
-        spent += programs[FLOOR].build_seconds
-    programs = {
-        name: min((programs[name] for programs in rounds), key=lambda program: program.build_seconds)
+        executables, _ = price.build(*args, names=names, say=say)
+        rounds.append(executables)
+        spent += executables[FLOOR].build_seconds
+    executables = {
+        name: min((built[name] for built in rounds), key=lambda executable: executable.build_seconds)
         for name in rounds[0]
     }
     return [
         {
-            **_head(item, problem),
+            **_head(item, workload),
             "candidate": name,
-            "lower_seconds": program.lower_seconds,
-            "compile_seconds": program.compile_seconds,
-            "temp_bytes": program.temp_bytes,
+            "lower_seconds": executable.lower_seconds,
+            "compile_seconds": executable.compile_seconds,
+            "temp_bytes": executable.temp_bytes,
             "builds": len(rounds),
         }
-        for name, program in programs.items()
+        for name, executable in executables.items()
     ]
 
 
-def _head(item: Item, problem: cases.Problem) -> dict[str, Any]:
-    return {**dataclasses.asdict(item), "model": dict(problem.about)}
+def _head(item: Item, workload: cases.Workload) -> dict[str, Any]:
+    return {**dataclasses.asdict(item), "model": dict(workload.about)}
 
 
-def _grown(item: Item, axes: Mapping[str, tuple[str, tuple[int, ...]]]) -> cases.Problem:
+def _grown(item: Item, axes: Mapping[str, tuple[str, tuple[int, ...]]]) -> cases.Workload:
     assert item.axis is not None and item.size is not None
     return cases.of_model(cases.grown(cases.SMALL, axes[item.axis][0], item.size))

@@ -51,7 +51,7 @@ Run = Callable[[], tuple[Tensor, Statistics]]
 
 
 @dataclasses.dataclass
-class Problem:
+class TorchWorkload:
     """A model with a batch; `losses` are those of the examples, [B]."""
 
     model: Any
@@ -69,80 +69,82 @@ class Problem:
         return [parameter.grad for parameter in self.parameters]
 
 
-# The candidates. Each is made of a problem of its own, since BackPACK and Opacus change the model.
+# The candidates. Each is made of a workload of its own, since BackPACK and Opacus change the model.
 
 
-def backward(problem: Problem) -> Run:
+def backward(workload: TorchWorkload) -> Run:
     """What everybody pays anyway."""
 
     def once() -> tuple[Tensor, Statistics]:
-        problem.model.zero_grad()
-        value = problem.losses(problem.model).mean()
+        workload.model.zero_grad()
+        value = workload.losses(workload.model).mean()
         value.backward()
-        return value.detach(), {"mean": problem.gradients()}
+        return value.detach(), {"mean": workload.gradients()}
 
     return once
 
 
-def vmap_grad(problem: Problem, reduce: Callable[[list[Tensor]], Statistics]) -> Run:
+def vmap_grad(workload: TorchWorkload, reduce: Callable[[list[Tensor]], Statistics]) -> Run:
     """All gradients at once, then reduced."""
-    parameters = {name: p.detach() for name, p in problem.model.named_parameters()}
+    parameters = {name: p.detach() for name, p in workload.model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
-        outputs = functional_call(problem.model, parameters, (inputs[None],))
-        return problem.model.losses(outputs, target[None])[0]
+        outputs = functional_call(workload.model, parameters, (inputs[None],))
+        return workload.model.losses(outputs, target[None])[0]
 
     of_each = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, 0, 0))
 
     def once() -> tuple[Tensor, Statistics]:
-        gradients, values = of_each(parameters, problem.inputs, problem.targets)
+        gradients, values = of_each(parameters, workload.inputs, workload.targets)
         return values.mean(), reduce(list(gradients.values()))
 
     return once
 
 
-def by_backpack(problem: Problem, extension: Any, read: Callable[[Problem], Statistics]) -> Run:
-    model = backpack.extend(problem.model)
+def by_backpack(
+    workload: TorchWorkload, extension: Any, read: Callable[[TorchWorkload], Statistics]
+) -> Run:
+    model = backpack.extend(workload.model)
 
     def once() -> tuple[Tensor, Statistics]:
         model.zero_grad()
-        value = problem.losses(model).mean()
+        value = workload.losses(model).mean()
         with backpack.backpack(extension()):
             value.backward()
-        return value.detach(), {"mean": problem.gradients()} | read(problem)
+        return value.detach(), {"mean": workload.gradients()} | read(workload)
 
     return once
 
 
-def by_opacus(problem: Problem, reduce: Callable[[list[Tensor]], Statistics]) -> Run:
+def by_opacus(workload: TorchWorkload, reduce: Callable[[list[Tensor]], Statistics]) -> Run:
     """All gradients at once, made by hooks on the layers, then reduced."""
-    model = GradSampleModule(problem.model, loss_reduction="mean")
+    model = GradSampleModule(workload.model, loss_reduction="mean")
 
     def once() -> tuple[Tensor, Statistics]:
         model.zero_grad()
-        value = problem.losses(model).mean()
+        value = workload.losses(model).mean()
         value.backward()
-        return value.detach(), reduce([p.grad_sample for p in problem.parameters])  # type: ignore
+        return value.detach(), reduce([p.grad_sample for p in workload.parameters])  # type: ignore
 
     return once
 
 
-def by_ghost_clipping(problem: Problem) -> Run:
+def by_ghost_clipping(workload: TorchWorkload) -> Run:
     """Norms from the factors of gradients, then a second backward pass: Opacus' own two steps."""
     model = GradSampleModuleFastGradientClipping(
-        problem.model, max_grad_norm=MAX_NORM, use_ghost_clipping=True, loss_reduction="mean"
+        workload.model, max_grad_norm=MAX_NORM, use_ghost_clipping=True, loss_reduction="mean"
     )
 
     def once() -> tuple[Tensor, Statistics]:
         model.zero_grad()
-        losses = problem.losses(model)
+        losses = workload.losses(model)
         losses.mean().backward(retain_graph=True)
         model.zero_grad()
         scale = model.get_clipping_coef()
         model.disable_hooks()
         (scale * losses).mean().backward()
         model.enable_hooks()
-        return losses.mean().detach(), {"clipped": problem.gradients()}
+        return losses.mean().detach(), {"clipped": workload.gradients()}
 
     return once
 
@@ -175,47 +177,47 @@ def _norm(of_parameters: list[Tensor]) -> Tensor:
 # And as BackPACK leaves them, which takes the gradients of a mean over B examples to be g / B.
 
 
-def backpack_square(problem: Problem) -> Statistics:
-    B = len(problem.inputs)
-    return {"second_moment": [B * p.sum_grad_squared for p in problem.parameters]}  # type: ignore
+def backpack_square(workload: TorchWorkload) -> Statistics:
+    B = len(workload.inputs)
+    return {"second_moment": [B * p.sum_grad_squared for p in workload.parameters]}  # type: ignore
 
 
-def backpack_variance(problem: Problem) -> Statistics:
+def backpack_variance(workload: TorchWorkload) -> Statistics:
     """Its variance is that of a whole population, without the -1."""
-    B = len(problem.inputs)
-    return {"variance": [B**2 * B / (B - 1) * p.variance for p in problem.parameters]}  # type: ignore
+    B = len(workload.inputs)
+    return {"variance": [B**2 * B / (B - 1) * p.variance for p in workload.parameters]}  # type: ignore
 
 
-def backpack_norms(problem: Problem) -> Statistics:
-    squares = [p.batch_l2 for p in problem.parameters]  # type: ignore
-    return {"norm": [len(problem.inputs) * torch.stack(squares).sum(0).sqrt()]}
+def backpack_norms(workload: TorchWorkload) -> Statistics:
+    squares = [p.batch_l2 for p in workload.parameters]  # type: ignore
+    return {"norm": [len(workload.inputs) * torch.stack(squares).sum(0).sqrt()]}
 
 
-TASKS: dict[str, dict[str, Callable[[Problem], Run]]] = {
+TASKS: dict[str, dict[str, Callable[[TorchWorkload], Run]]] = {
     "moments": {
-        VMAP: lambda problem: vmap_grad(problem, mean_and_square),
-        "BackPACK SumGradSquared": lambda problem: by_backpack(
-            problem, extensions.SumGradSquared, backpack_square
+        VMAP: lambda workload: vmap_grad(workload, mean_and_square),
+        "BackPACK SumGradSquared": lambda workload: by_backpack(
+            workload, extensions.SumGradSquared, backpack_square
         ),
-        "Opacus hooks": lambda problem: by_opacus(problem, mean_and_square),
+        "Opacus hooks": lambda workload: by_opacus(workload, mean_and_square),
     },
     "variance": {
-        VMAP: lambda problem: vmap_grad(problem, mean_and_variance),
-        "BackPACK Variance": lambda problem: by_backpack(
-            problem, extensions.Variance, backpack_variance
+        VMAP: lambda workload: vmap_grad(workload, mean_and_variance),
+        "BackPACK Variance": lambda workload: by_backpack(
+            workload, extensions.Variance, backpack_variance
         ),
-        "Opacus hooks": lambda problem: by_opacus(problem, mean_and_variance),
+        "Opacus hooks": lambda workload: by_opacus(workload, mean_and_variance),
     },
     "norms": {
-        VMAP: lambda problem: vmap_grad(problem, norms),
-        "BackPACK BatchL2Grad": lambda problem: by_backpack(
-            problem, extensions.BatchL2Grad, backpack_norms
+        VMAP: lambda workload: vmap_grad(workload, norms),
+        "BackPACK BatchL2Grad": lambda workload: by_backpack(
+            workload, extensions.BatchL2Grad, backpack_norms
         ),
-        "Opacus hooks": lambda problem: by_opacus(problem, norms),
+        "Opacus hooks": lambda workload: by_opacus(workload, norms),
     },
     "clipped": {
-        VMAP: lambda problem: vmap_grad(problem, clipped),
-        "Opacus hooks": lambda problem: by_opacus(problem, clipped),
+        VMAP: lambda workload: vmap_grad(workload, clipped),
+        "Opacus hooks": lambda workload: by_opacus(workload, clipped),
         "Opacus ghost clipping": by_ghost_clipping,
     },
 }
@@ -228,11 +230,11 @@ def build(case: str, task: str) -> tuple[dict[str, Run], dict[str, str]]:
     model = make()
     data = model.sample(shape)  # type: ignore[operator]
     every = {FLOOR: backward} | TASKS[task]
-    expected = every[VMAP](Problem(copy.deepcopy(model), *data))()
+    expected = every[VMAP](TorchWorkload(copy.deepcopy(model), *data))()
     candidates, left_out = {}, {}
     for name, of in every.items():
         try:
-            candidate = of(Problem(copy.deepcopy(model), *data))
+            candidate = of(TorchWorkload(copy.deepcopy(model), *data))
             found = candidate()
         except Exception as error:  # the package's own words
             left_out[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -257,8 +259,10 @@ def measure(item: run.Item, settings: run.Settings) -> list[run.Row]:
     """The rows of one comparison."""
     candidates, left_out = build(item.case, item.task)
     unknown = (math.nan, math.nan, math.nan)  # nothing is compiled, and memory is not measured
-    programs = {name: timing.Program(candidate, *unknown) for name, candidate in candidates.items()}
-    results = timing.time_all(programs, rounds=settings.rounds, budget=settings.budget)
+    executables = {
+        name: timing.Executable(candidate, *unknown) for name, candidate in candidates.items()
+    }
+    results = timing.time_all(executables, rounds=settings.rounds, budget=settings.budget)
     shape = {"model": type(MODELS[item.case][0]).__name__, **dataclasses.asdict(MODELS[item.case][0])}
     head = {**dataclasses.asdict(item), "model": shape}
     rows = [{**head, **numbers} for numbers in price.numbers(results)]

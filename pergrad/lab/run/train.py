@@ -128,27 +128,27 @@ def train(
         devices.check_same("options or data", run.digest)
         if run.result is not None:
             return run.result
-        program = _program(_without_numbers(config), problem.digest, place)
-        monitor = program.monitor
+        compiled = _compile(_without_numbers(config), problem.digest, place)
+        monitor = compiled.monitor
         observer.doing("preparing the devices and the state")
-        done, state = run.restore(place.spread(_start(config, program, problem.params)))
-        observer.start(config, done, _price(problem, program, state.params, place))
+        done, state = run.restore(place.spread(_start(config, compiled, problem.params)))
+        observer.start(config, done, _price(problem, compiled, state.params, place))
         halves = {"tune_loss": place.examples(problem.tune), "test_loss": place.examples(problem.test)}
 
         observer.doing("tracing and compiling a step, and taking the first one")
         first, waiting, diverged = done + 1, [], False
         while done < config.steps and not diverged:
             batch, rate = place.examples(problem.batches[done]), optimizers.learning_rate(config, done)
-            state, metrics = program.step(state, batch, rate)
+            state, metrics = compiled.step(state, batch, rate)
             done += 1
             row = {"step": done, **metrics, "learning_rate": rate, "examples": done * config.batch_size}
             if config.noise_every and done % config.noise_every == 0:
-                state = program.noise(state, batch)
+                state = compiled.noise(state, batch)
                 row["noise"] = monitor.summary(state.noise, layers=True)
             is_checkpoint = done % config.checkpoint_every == 0
             is_validated = done % config.validate_every == 0 or done == config.steps
             if is_validated:
-                row |= {name: program.validate(state.params, part) for name, part in halves.items()}
+                row |= {name: compiled.validate(state.params, part) for name, part in halves.items()}
             waiting.append(row)
             if done == first or is_checkpoint or is_validated or len(waiting) == FETCHED:
                 rows, waiting = _until_divergence([_plain_row(row) for row in waiting]), []
@@ -166,25 +166,25 @@ def train(
 
 
 def _price(
-    problem: Problem, program: _Program, params: Tree, place: Place
+    problem: Problem, compiled: _Compiled, params: Tree, place: Place
 ) -> Callable[[], float] | None:
     if jax.process_count() > 1:
         return None
     first, mean = place.examples(problem.batches[0]), jax.value_and_grad(problem.loss)
-    return lambda: timing.ratio(program.stats, mean, params, first)
+    return lambda: timing.ratio(compiled.stats, mean, params, first)
 
 
 def parameters(config: Train, run_dir: Path) -> dict[int, Tree]:
     """The parameters of a run's checkpoints, by step."""
     problem = make_problem(config)
     with Run(run_dir, config, problem.digest, problem.name) as run:
-        program = _program(_without_numbers(config), problem.digest, ANYWHERE)
-        start = _start(config, program, problem.params)
+        compiled = _compile(_without_numbers(config), problem.digest, ANYWHERE)
+        start = _start(config, compiled, problem.params)
         return {step: run.read(step, start).params for step in run.saved}
 
 
-class _Program(NamedTuple):
-    """An optimizer and what is compiled with it."""
+class _Compiled(NamedTuple):
+    """An optimizer, and the functions of a run, which are compiled with it."""
 
     tx: pg.optim.StatsTransformation
     monitor: pg.noise.Monitor
@@ -195,14 +195,14 @@ class _Program(NamedTuple):
 
 
 def _without_numbers(config: Train) -> Train:
-    """The same for all runs that are one program: a sweep compiles it once in each process."""
+    """A configuration that is equal for all runs of the same program, which a process compiles once."""
     anything = {"learning_rate": 1.0, "seed": 0, "steps": 1, "warmup": 0.0}
     never = dict.fromkeys(("validate_every", "noise_every", "checkpoint_every", "keep"), 1)
     return dataclasses.replace(config, **anything, **never)
 
 
 @functools.lru_cache(maxsize=32)
-def _program(config: Train, data_digest: str, place: Place) -> _Program:
+def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
     """Everything that runs on the device; `data_digest` is there to tell data of the same name apart."""
     loss = make_problem(config).loss
     tx = optimizers.make(config)
@@ -223,7 +223,7 @@ def _program(config: Train, data_digest: str, place: Place) -> _Program:
         stats = noise_fn(state.params, batch)
         return place.kept(state._replace(noise=monitor.update(stats, state.noise)))
 
-    return _Program(
+    return _Compiled(
         tx,
         monitor,
         stats_fn,
@@ -233,9 +233,9 @@ def _program(config: Train, data_digest: str, place: Place) -> _Program:
     )
 
 
-def _start(config: Train, program: _Program, params: Tree) -> State:
+def _start(config: Train, compiled: _Compiled, params: Tree) -> State:
     return State(
-        params, program.tx.init(params), program.monitor.init(params), jax.random.key(config.seed)
+        params, compiled.tx.init(params), compiled.monitor.init(params), jax.random.key(config.seed)
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pergrad.lab.config import StudyName
 from pergrad.lab.studies import adam, clipping, overhead, plane, scaling, sign, snr
-from pergrad.lab.studies._study import Lab, Outcome, Study, write
+from pergrad.lab.studies._study import Lab, Study, StudyResult, write
 
-__all__ = ["STUDIES", "Lab", "Outcome", "Study", "write"]
+__all__ = ["STUDIES", "Lab", "Study", "StudyResult", "write"]
 
 STUDIES: dict[StudyName, Study] = {
     "sign": sign.STUDY,

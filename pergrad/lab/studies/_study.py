@@ -65,7 +65,7 @@ class Lab:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class StudyResult:
     """`rows` become results.jsonl; `ran` says in a paragraph what was run."""
 
     ran: str
@@ -81,21 +81,21 @@ class Study:
     question: str
     claim: str
     presets: Mapping[str, Any]
-    run: Callable[[Any, Lab], Outcome]
+    run: Callable[[Any, Lab], StudyResult]
 
 
 def write(
     study: Study, preset: Any, out: Path, lab: Lab, command: str
 ) -> tuple[Path, list[decide.Verdict]]:
     """Runs a study and writes results, figures and page; returns the page's path, and the answers."""
-    outcome = study.run(preset, lab)
+    result = study.run(preset, lab)
     page = report.Page(
         title=study.title,
         question=study.question,
         claim=study.claim,
-        ran=f"{outcome.ran}\n\n    {command}",
-        sections=outcome.sections,
+        ran=f"{result.ran}\n\n    {command}",
+        sections=result.sections,
         config={"preset": dataclasses.asdict(preset), "versions": records.versions()},
     )
-    answers = [verdict for section in outcome.sections for verdict in section.verdicts]
-    return report.write(page, out, outcome.rows), answers
+    answers = [verdict for section in result.sections for verdict in section.verdicts]
+    return report.write(page, out, result.rows), answers

@@ -13,7 +13,7 @@ from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.pages import findings, report
 from pergrad.lab.run import records
-from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 ADAM, MICRO, VAR, MSQ, CAPPED = (
     "Adam",
@@ -94,7 +94,7 @@ PRESETS = {
 }
 
 
-def run(preset: Preset, lab: Lab) -> Outcome:
+def run(preset: Preset, lab: Lab) -> StudyResult:
     methods = {
         name + suffix: dataclasses.replace(
             preset.base, optimizer=optimizer, max_update=CAP if name == CAPPED else None, clip=clip
@@ -105,7 +105,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     tuned = lab.tune(
         methods, {name: preset.rates[name.removesuffix(CLIPPED)] for name in methods}, preset
     )
-    return Outcome(
+    return StudyResult(
         f"{findings.count(tuned)} A run takes {preset.base.steps} steps of {preset.base.batch_size} "
         "examples. "
         f"Clipped: the mean gradient to a norm of at most {CLIP:g}, and its statistics with it. Capped: "

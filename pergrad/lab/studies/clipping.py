@@ -10,7 +10,7 @@ import numpy as np
 from pergrad.lab.compare import sweep
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.pages import figures, findings, report
-from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 OPTIMIZERS: dict[str, OptimizerName] = {"Adam": "adam", "MicroAdam": "micro_adam"}
 NONE, BATCH, EXAMPLE = "not clipped", "by batch", "by example"
@@ -75,7 +75,7 @@ PRESETS = {
 }
 
 
-def run(preset: Preset, lab: Lab) -> Outcome:
+def run(preset: Preset, lab: Lab) -> StudyResult:
     methods: dict[str, dict[str, Train]] = {}  # by optimizer and kind, then with every norm
     for name, optimizer in OPTIMIZERS.items():
         base = dataclasses.replace(preset.base, optimizer=optimizer)
@@ -101,7 +101,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         for name, norms in methods.items()
     }
     tuned = tune({name: methods[name][norm] for name, norm in best.items()}, preset.seeds)
-    return Outcome(
+    return StudyResult(
         f"{len(findings.configs(every) | findings.configs(tuned))} training runs, with {preset.seeds} "
         f"seeds. A run takes {preset.base.steps} steps of {preset.base.batch_size} examples. Norms were "
         f"chosen together with learning rates, of the batch's gradient from "

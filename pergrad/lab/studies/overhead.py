@@ -25,7 +25,7 @@ from pergrad.lab.compare import decide
 from pergrad.lab.config import Model, Train
 from pergrad.lab.pages import figures, report
 from pergrad.lab.run import train
-from pergrad.lab.studies._study import Lab, Outcome, Study
+from pergrad.lab.studies._study import Lab, Study, StudyResult
 from pergrad.lab.timing import Result, silent
 
 LIMIT = 1.2  # times `jax.grad`: what counts as little
@@ -74,7 +74,7 @@ class Point:
         return decide.Estimate(math.exp(e.mean), math.exp(e.low), _exp(e.high), e.n)
 
 
-def run(sizes: Preset, lab: Lab) -> Outcome:
+def run(sizes: Preset, lab: Lab) -> StudyResult:
     """Measures every size, in this process alone: others would disturb the times."""
     wanted = [(width, round(width * ratio)) for width in sizes.widths for ratio in sizes.ratios]
     points = []
@@ -92,7 +92,7 @@ def run(sizes: Preset, lab: Lab) -> Outcome:
         f"{machine['platform']}. The intervals are about rounds of one process: compiled again, or on "
         "another machine, times may differ by more."
     )
-    return Outcome(ran, [_times(points), _memory(points)], [row for p in points for row in _rows(p)])
+    return StudyResult(ran, [_times(points), _memory(points)], [row for p in points for row in _rows(p)])
 
 
 def _measure(sizes: Preset, width: int, length: int) -> Point:
@@ -256,7 +256,7 @@ def _table(points: Sequence[Point]) -> report.Table:
             size = [point.width, point.length, f"{point.length / point.width:g}", point.batch_size]
             quartiles = " ".join(f"{1e3 * x:.1f}" for x in result.quartiles)
             time = [f"{1e3 * result.minimum:.1f}", quartiles, f"{ratios['time']:.2f}"]
-            memory = [f"{result.program.temp_bytes / 1e6:.1f}", f"{ratios['memory']:.2f}"]
+            memory = [f"{result.executable.temp_bytes / 1e6:.1f}", f"{ratios['memory']:.2f}"]
             rows.append([*map(str, size), name, *time, *memory, f"{ratios['compile']:.2f}"])
     return report.Table("All that was measured", header, rows)
 

@@ -20,7 +20,7 @@ from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures, findings, report
-from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
 CAP = 1.0  # the largest update of a coordinate: without it points with b < a / B can diverge
 NAMED = {"Adam": None, "MicroAdam": (1.0, 1.0), "MicroAdamVar": (0.0, 1.0), "MicroAdamMSQ": (1.0, 0.0)}
@@ -87,7 +87,7 @@ PRESETS = {
 }
 
 
-def run(preset: Preset, lab: Lab) -> Outcome:
+def run(preset: Preset, lab: Lab) -> StudyResult:
     points = {_on_ray(a, b) for a in preset.a for b in preset.b if a or b}
     methods, rates = {}, {}
     for size in preset.batch_sizes:
@@ -110,7 +110,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         for low, high in CLAIMS
     ]
     verdicts = findings.compare(tuned, claims)
-    return Outcome(
+    return StudyResult(
         f"{findings.count(tuned)} A run sees {preset.examples} examples, in batches of "
         f"{', '.join(map(str, preset.batch_sizes))}. No coordinate moves by more than {CAP:g} times the "
         "learning rate in a step, for any point: where b < a / B the estimate of a mu^2 + b sigma^2 "

@@ -17,7 +17,7 @@ from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures, findings, report
 from pergrad.lab.run import records
-from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
 MARGIN = 0.05  # nats within which two final losses count as the same
 WIDE = 4.0  # octaves: more of them are a wide range
@@ -79,7 +79,7 @@ PRESETS = {
 }
 
 
-def run(preset: Preset, lab: Lab) -> Outcome:
+def run(preset: Preset, lab: Lab) -> StudyResult:
     home = preset.base.batch_size
     base = dataclasses.replace(preset.base, steps=preset.examples // home)
     seeds = range(preset.seeds)
@@ -125,7 +125,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         | results[config]
         for (rule, size, seed), config in runs.items()
     ]
-    return Outcome(
+    return StudyResult(
         f"{len({*results, *findings.configs(tuned)})} training runs, with {preset.seeds} seeds. The "
         f"learning rate was tuned at batch {home}. Every run sees {preset.examples} examples, in "
         f"batches of {min(preset.batch_sizes)} to {max(preset.batch_sizes)}. Only the learning rate "

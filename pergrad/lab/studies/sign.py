@@ -18,7 +18,7 @@ from pergrad.lab.config import Train
 from pergrad.lab.pages import figures, findings, report
 from pergrad.lab.run import records, train
 from pergrad.lab.studies import _layers
-from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 MICRO, MEAN, LATE = "MicroSign", "Sign", "SignEMA"  # the earliest first
 CLAIMS = ((MEAN, MICRO), (LATE, MEAN))
@@ -90,7 +90,7 @@ PRESETS = {
 }
 
 
-def run(preset: Preset, lab: Lab) -> Outcome:
+def run(preset: Preset, lab: Lab) -> StudyResult:
     methods = {
         MICRO: dataclasses.replace(preset.base, optimizer="micro_sign_sgd"),
         MEAN: dataclasses.replace(preset.base, optimizer="sign_sgd"),
@@ -102,7 +102,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
     sections = [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned)]
     if looks:  # unless all of those runs diverged before the first look
         sections += [_kept(preset, looks), _disagreement(looks)]
-    return Outcome(
+    return StudyResult(
         f"{findings.count(tuned)} A run takes {preset.base.steps} steps of {preset.base.batch_size} "
         f"examples. Signs were looked at in {preset.looked_seeds} more runs of {LATE}, {preset.looks} "
         f"times each, with {preset.examples} examples.",

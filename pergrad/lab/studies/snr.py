@@ -17,7 +17,7 @@ from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures, findings, report
 from pergrad.lab.run import records, train
 from pergrad.lab.studies import _layers
-from pergrad.lab.studies._study import LARGE, SMALL, Lab, Outcome, Study
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
 EARLY = 0.1  # of the run: at the end of warm-up
@@ -75,7 +75,7 @@ PRESETS = {
 }
 
 
-def run(preset: Preset, lab: Lab) -> Outcome:
+def run(preset: Preset, lab: Lab) -> StudyResult:
     steps = preset.base.steps
     base = dataclasses.replace(
         preset.base,
@@ -97,7 +97,7 @@ def run(preset: Preset, lab: Lab) -> Outcome:
         raise LabError("all runs diverged before noise was measured for the first time.")
     critical = _critical(preset, runs, lab)
     loss = decide.estimate([sweep.loss_of(results[config], "test_loss") for config in runs])
-    return Outcome(
+    return StudyResult(
         f"{preset.seeds} runs of Adam with a learning rate of {base.learning_rate:g}, {steps} steps of "
         f"{base.batch_size} examples; they end at a loss of {loss}. Signal and noise are moving "
         f"averages over about ten measurements, of which a run has {preset.points}. Products with the "

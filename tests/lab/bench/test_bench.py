@@ -62,8 +62,8 @@ def test_every_model_agrees_with_vmap(model):
     problem = cases.of_model(model)
     made = {name: tasks.make(name, problem.loss, tasks.TASKS["five"]) for name in (VMAP, PERGRAD)}
     args = problem.params, problem.batch
-    programs = {name: timing.compile_one(candidate, *args) for name, candidate in made.items()}
-    assert price.largest_difference(programs, *args, unchecked=("sign",)) < 1e-5
+    executables = {name: timing.compile_one(candidate, *args) for name, candidate in made.items()}
+    assert price.largest_difference(executables, *args, unchecked=("sign",)) < 1e-5
 
 
 def test_every_case_has_a_name_and_a_title():
@@ -76,7 +76,7 @@ def test_every_case_has_a_name_and_a_title():
 def test_what_cannot_be_loaded():
     for wrong in ("mlpp", "json:nothing", "no_such_module:loss"):
         with pytest.raises(LabError, match=wrong):
-            cases.problem(wrong)
+            cases.workload(wrong)
 
 
 # What is measured.

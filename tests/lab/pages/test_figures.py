@@ -307,3 +307,15 @@ def test_a_label_that_is_covered_or_cut_is_found():
         sheet.text(x, 0.5, "another")
         with pytest.raises(AssertionError, match=words):
             sheets.check(sheet)
+
+
+def test_a_reference_in_a_figure():
+    sheet = Sheet()
+    curve = ([1, 2, 4], [2.0, 3.0, 20.0], [1.5, 2.5, 18.0], [2.5, 3.5, 22.0])
+    level = {"logx": True, "logy": True, "reference": (1.0, "jax.grad")}
+    figures.lines_with_bands(sheet, {"ours": curve}, "T / D", "time", **level)
+    (ax,) = sheet.axes
+    low, high = ax.get_ylim()
+    assert 0 < low < 1 and high > 20
+    legend = ax.get_legend()
+    assert legend is not None and "jax.grad" in [text.get_text() for text in legend.get_texts()]
