@@ -9,16 +9,44 @@ from tests.support import (
     strict,  # noqa: F401 (it sets JAX up)
 )
 
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
-def pytest_report_header() -> str:
+
+def pytest_report_header() -> list[str]:
     seed = selection.FIRST_PROGRAM
-    return f"random programs from seed {seed} on (set PERGRAD_SEED={seed} to repeat them)"
+    programs = f"random programs from seed {seed} on (set PERGRAD_SEED={seed} to repeat them)"
+    return [programs, selection.header()]
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     for item in items:
         if group := selection.group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
+    if any("::" in argument for argument in config.args):
+        return
     chosen = dict.fromkeys(selection.chosen(items))
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    left_out = [item for item in items if item not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = selection.lists_of(left_out)
     items[:] = chosen
+
+
+# With several processes it is they who collect; all of them collect the same, and the first to end tells
+# the process that prints.
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash.setdefault(LEFT_OUT, getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
+    if left_out := config.stash.get(LEFT_OUT, {}):
+        terminalreporter.section("left out")
+        for line in selection.summary(left_out):
+            terminalreporter.line(line)

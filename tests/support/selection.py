@@ -1,7 +1,22 @@
-"""Which tests run, and which of them share a process. The names of files are those below `tests`."""
+"""Which tests run, and which of them share a process. The names of files are those below `tests`.
+
+Everything that runs everywhere would take too long, so that tests with long lists of parameters take
+turns. A checksum of its name gives every test a number from 0 to 8, and every run has its turn, a number
+from 0 to 8, too, which changes from commit to commit:
+
+    PERGRAD_TESTS   a list in SHORTENED                     another list of parameters
+    all             all of it                               all of it
+    some            a third: the number is the turn's,      all of it
+                    both modulo 3
+    few             a ninth: the number is the turn's       a third, as above
+
+`some` is what runs without that variable. PERGRAD_TURN sets the turn. A test that is named on the
+command line (`file.py::test`) runs in any turn.
+"""
 
 import datetime
 import os
+import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -14,10 +29,22 @@ TESTS = Path(__file__).parents[1]
 # tests inherit it.
 FIRST_PROGRAM = int(os.environ.setdefault("PERGRAD_SEED", str(1000 * datetime.date.today().toordinal())))
 
-# Long lists of parameters, of which a third runs by default, chosen by a checksum of the test's name,
-# and everything with PERGRAD_TESTS=all (`make test-all`). What meets every case and strategy is not
-# among them. With PERGRAD_TESTS=few (the engine's tests on other versions of JAX) a third of every list
-# runs, and a ninth of the long ones.
+
+def _turn() -> int:
+    """The turn of the commit that is checked out, or of the day where there is no repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True).stdout
+        return int(commit, 16) % 9
+    except (OSError, subprocess.CalledProcessError):
+        return datetime.date.today().toordinal() % 9
+
+
+# As with the seed, the processes that share out the tests inherit the turn.
+TURN = int(os.environ.setdefault("PERGRAD_TURN", str(_turn())))
+HOW_MANY = os.environ.get("PERGRAD_TESTS", "some")
+
+# Long lists of parameters. What meets every case and strategy is not among them.
 SHORTENED = {
     "library/test_cases.py": {"test_low_precision", "test_means_alone"},
     "library/test_cases_whole.py": {"test_whole_gradients_and_units", "test_mixed_precision"},
@@ -47,7 +74,6 @@ SHORTENED = {
     },
 }
 
-
 # Files whose tests are runs of a few programs, which one process compiles once.
 ONE_WORKER = {
     "lab/compare/test_sweep.py",
@@ -57,9 +83,9 @@ ONE_WORKER = {
 }
 
 
-def name_of(item: Any) -> str:
+def file_of(item: Any) -> str:
     """The file of a test, below `tests`."""
-    return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else str(item.path)
+    return Path(os.path.relpath(item.path, TESTS)).as_posix()
 
 
 def group_of(item: Any) -> str | None:
@@ -68,22 +94,38 @@ def group_of(item: Any) -> str | None:
     A case's truth and trace are then made once.
     """
     case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-    return name_of(item) if name_of(item) in ONE_WORKER else getattr(case, "name", None)
+    return file_of(item) if file_of(item) in ONE_WORKER else getattr(case, "name", None)
+
+
+def runs(name: str, is_long: bool, how_many: str, turn: int) -> bool:
+    """Whether the test of this name, one of a list of parameters, has its turn."""
+    parts = {"all": 1, "some": 3 if is_long else 1, "few": 9 if is_long else 3}[how_many]
+    return zlib.crc32(name.encode()) % parts == turn % parts
 
 
 def chosen(items: Sequence[Any]) -> list[Any]:
     """Those of the collected tests that run."""
-    how_many = os.environ.get("PERGRAD_TESTS", "some")
-    if how_many == "all":
-        return list(items)
-    seen: Counter[Any] = Counter()
+    return [
+        item
+        for item in items
+        if not hasattr(item, "callspec")
+        or runs(item.name, item.originalname in SHORTENED.get(file_of(item), ()), HOW_MANY, TURN)
+    ]
 
-    def runs(item: Any) -> bool:
-        is_listed = item.originalname in SHORTENED.get(name_of(item), ())
-        if how_many == "few":
-            seen[item.path, item.originalname] += 1
-            parts = (9 if is_listed else 3) if hasattr(item, "callspec") else 1
-            return seen[item.path, item.originalname] % parts == 1 % parts
-        return not is_listed or zlib.crc32(item.name.encode()) % 3 == 0
 
-    return [item for item in items if runs(item)]
+def lists_of(items: Sequence[Any]) -> dict[str, int]:
+    """How many of these tests each list has."""
+    return dict(Counter(f"{file_of(item)}::{item.originalname}" for item in items))
+
+
+def header() -> str:
+    return (
+        f"{HOW_MANY} of the tests with lists of parameters, in turn {TURN} of 0 to 8 "
+        f"(set PERGRAD_TURN={TURN} to repeat it, PERGRAD_TESTS=all to run all)"
+    )
+
+
+def summary(left_out: dict[str, int]) -> list[str]:
+    """What was left out of a run, list by list."""
+    first = f"{sum(left_out.values())} tests were left out, which have other turns than {TURN}:"
+    return [first, *(f"{number:6}  {name}" for name, number in sorted(left_out.items()))]
