@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from tests.support import (
+    devices,
+    groups,
     selection,
     strict,  # noqa: F401 (it sets JAX up)
 )
@@ -18,10 +20,17 @@ def pytest_report_header() -> list[str]:
     return [programs, selection.header()]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: Any) -> Any:
+    made = yield
+    if made and selection.file_of(collector) in devices.FILES:
+        return [devices.elsewhere(item) for item in made]
+    return made
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    for item in items:
-        if group := selection.group_of(item):
-            item.add_marker(pytest.mark.xdist_group(group))
+    # After the hooks that leave out what -k and -m do not name.
     if any("::" in argument for argument in config.args):
         return
     chosen = dict.fromkeys(selection.chosen(items))
@@ -29,6 +38,11 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = selection.lists_of(left_out)
     items[:] = chosen
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> groups.Scheduling:
+    return groups.Scheduling(config, log)
 
 
 # With several processes it is they who collect; all of them collect the same, and the first to end tells

@@ -1,10 +1,10 @@
-"""Tests that take turns: over all turns each of them runs, and the lists name tests that are there."""
+"""How the tests are run: in turns, over which each of them runs, and on devices of another process."""
 
 import ast
 
 import pytest
 
-from tests.support import selection
+from tests.support import devices, groups, selection
 
 NAMES = [f"test_x[case{number}-{option}]" for number in range(200) for option in ("auto", "streamed")]
 
@@ -40,7 +40,7 @@ def test_what_runs_seldom_runs_often_too():
         assert few < some
 
 
-@pytest.mark.parametrize("file", sorted({*selection.SHORTENED, *selection.ONE_WORKER}))
+@pytest.mark.parametrize("file", sorted({*selection.SHORTENED, *groups.ONE_WORKER}))
 def test_lists_name_tests_that_are_there(file):
     tree = ast.parse((selection.TESTS / file).read_text())
     with_lists = {
@@ -50,3 +50,31 @@ def test_lists_name_tests_that_are_there(file):
         and any("parametrize" in ast.unparse(d) for d in node.decorator_list)
     }
     assert selection.SHORTENED.get(file, set()) <= with_lists
+
+
+def test_groups():
+    devices = {"tests/library/test_devices.py::test_page", "tests/library/test_devices.py::test_x[mlp]"}
+    case = {"tests/library/test_cases.py::test_x[mlp]", "tests/cut/test_lookups.py::test_y[mlp]"}
+    alone = {"tests/library/test_cases.py::test_x[mlp-2]", "tests/plan/test_plan.py::test_mlp"}
+    names = [{groups.group_of(test) for test in tests} for tests in (devices, case, alone)]
+    assert list(map(len, names)) == [1, 1, 2]
+    assert len(set.union(*names)) == 4
+
+
+def test_outcomes_of_another_process():
+    report = """
+        <testsuites><testsuite>
+          <testcase name="test_good[a-1]"><system-out>seen</system-out></testcase>
+          <testcase name="test_bad"><failure message="short">assert 1 == 2</failure></testcase>
+          <testcase name="test_broken"><error message="short">no such fixture</error></testcase>
+          <testcase name="test_old"><skipped message="for newer JAX">long</skipped></testcase>
+        </testsuite></testsuites>
+    """
+    names = ["test_good[a-1]", "test_bad", "test_broken", "test_old", "test_missing"]
+    assert devices.outcomes(names, report, "Segmentation fault") == {
+        "test_good[a-1]": devices.Outcome("passed", "", "seen"),
+        "test_bad": devices.Outcome("failed", "assert 1 == 2", ""),
+        "test_broken": devices.Outcome("failed", "no such fixture", ""),
+        "test_old": devices.Outcome("skipped", "for newer JAX", ""),
+        "test_missing": devices.Outcome("failed", "The test did not run.\nSegmentation fault", ""),
+    }

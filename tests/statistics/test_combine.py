@@ -2,9 +2,6 @@
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ from jax import lax
 import pergrad as pg
 from tests.support import oracle
 from tests.support.claims import close, refused
-from tests.support.pages import ROOT
 from tests.support.small_model import batch, loss, member, normal, params
 
 C, C_LEAF = 6.0, 2.5  # some examples are clipped and some are not
@@ -287,56 +283,6 @@ def test_two_axes():
     result, whole = jax.jit(mapped)(split), jax.jit(stats_fn)(params(), b)
     for k in np.ndindex(2, 2):
         close(member(result, k), whole)
-
-
-ON_DEVICES = """
-from tests.support import strict
-import jax, numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
-import pergrad as pg
-from tests.statistics.test_combine import STATS, batch, close, direction, loss, params
-
-assert jax.device_count() == 4
-mesh = Mesh(np.array(jax.devices()), ("data",))
-b = batch(8)
-
-
-more = {"direction": direction()}
-stats_fn = pg.grad_stats(loss, STATS)
-whole = jax.jit(stats_fn)(params(), b, **more)
-
-
-def one(b):
-    return pg.all_combine(STATS, stats_fn(params(), b, **more), "data")
-
-
-def with_shard_map():
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
-    close(jax.jit(mapped)(b), whole)
-
-
-def with_pmap():
-    result = jax.pmap(one, axis_name="data")(jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), b))
-    for k in range(4):
-        close(jax.tree.map(lambda x: x[k], result), whole)
-
-
-with_%s()
-print("done")
-"""
-
-
-@pytest.mark.parametrize("how", ["shard_map", "pmap"])
-def test_on_four_devices(how):
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    ran = subprocess.run(
-        [sys.executable, "-c", ON_DEVICES % how],
-        env=os.environ | {"XLA_FLAGS": flags},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0 and "done" in ran.stdout, ran.stderr
 
 
 # What cannot be combined.

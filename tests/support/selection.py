@@ -1,4 +1,4 @@
-"""Which tests run, and which of them share a process. The names of files are those below `tests`.
+"""Which tests run. The names of files are those below `tests`.
 
 Everything that runs everywhere would take too long, so that tests with long lists of parameters take
 turns. A checksum of its name gives every test a number from 0 to 8, and every run has its turn, a number
@@ -74,27 +74,10 @@ SHORTENED = {
     },
 }
 
-# Files whose tests are runs of a few programs, which one process compiles once.
-ONE_WORKER = {
-    "lab/compare/test_sweep.py",
-    "lab/pages/test_gather.py",
-    "lab/run/test_train.py",
-    "lab/studies/test_studies.py",
-}
-
 
 def file_of(item: Any) -> str:
     """The file of a test, below `tests`."""
     return Path(os.path.relpath(item.path, TESTS)).as_posix()
-
-
-def group_of(item: Any) -> str | None:
-    """The tests of a group run in one process (with --dist=loadgroup).
-
-    A case's truth and trace are then made once.
-    """
-    case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-    return file_of(item) if file_of(item) in ONE_WORKER else getattr(case, "name", None)
 
 
 def runs(name: str, is_long: bool, how_many: str, turn: int) -> bool:
@@ -108,7 +91,7 @@ def chosen(items: Sequence[Any]) -> list[Any]:
     return [
         item
         for item in items
-        if not hasattr(item, "callspec")
+        if item.name == item.originalname  # it has no parameters
         or runs(item.name, item.originalname in SHORTENED.get(file_of(item), ()), HOW_MANY, TURN)
     ]
 
