@@ -1,9 +1,9 @@
 """Clipping that changes the statistics as it changes the gradient.
 
-A clip multiplies gradients by a number c, and a statistic that is a homogeneous function of them goes
-with a power of it: the mean with c, the second moment and the variance with c^2, signs not at all. To
-clip the mean gradient alone, before an optimizer that divides it by the root of a second moment, clips
-its steps instead.
+A clip multiplies gradients by a number c. This multiplies their statistics by a power of c: the mean by
+c, the second moment and the variance by c^2, and the mean of the signs by 1. If only the mean gradient
+were clipped, an optimizer that divides it by the root of a second moment would get a momentum that is
+clipped and a preconditioner that is not.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pergrad._ir import wide
 from pergrad._moments import VOCABULARY, Stats
 from pergrad._statistics import By, ClippedMean, Mean, Statistic
 from pergrad.optim._base import StatsTransformation, Tree, stats_of
-from pergrad.optim._found import aligned, is_changed, unless
+from pergrad.optim._found import aligned, is_changed, nan_if
 
 
 def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransformation:
     """Scales gradients and statistics down so that the mean gradient's norm is at most `max_norm`.
 
-    One factor for the whole step, c = min(1, max_norm / ||gbar||): `inner` sees c times the mean, c^2
-    times the second moment and the variance, and signs and counts as they are, as if every example's
-    gradient had been multiplied by c. What else is in `stats` does not reach it. With an optimizer of
-    the mean alone it is `optax.chain(optax.clip_by_global_norm(max_norm), inner)`.
+    All gradients of a step are multiplied by the same factor c = min(1, max_norm / ||gbar||): `inner`
+    gets c times the mean, c^2 times the second moment and the variance, and the signs and the count as
+    they are. Other statistics in `stats` do not reach it. If `inner` needs the mean alone, the result is
+    `optax.chain(optax.clip_by_global_norm(max_norm), inner)`.
 
     >>> tx = pg.optim.clipped(pg.optim.micro_adam(1e-3), max_norm=1.0)
     >>> tx.stats
@@ -41,7 +41,7 @@ def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransfor
     def update(
         updates: Tree, state: Any, params: Tree | None = None, *, stats: Any = None, **extra_args: Any
     ) -> tuple[Tree, Any]:
-        norm = optax.tree.norm(jax.tree.map(wide, updates))  # squares of halves overflow
+        norm = optax.tree.norm(jax.tree.map(wide, updates))  # half-precision squares overflow
         c = jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1), 1)
         scaled = _times(c, updates)
         if stats is not None:
@@ -54,18 +54,20 @@ def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransfor
 def clip_examples(
     inner: optax.GradientTransformation, max_norm: float, by: By = "all"
 ) -> StatsTransformation:
-    """`inner`, fed with the statistics of clipped examples: g_i min(1, max_norm / ||g_i||).
+    """`inner` with the statistics of clipped examples, g_i min(1, max_norm / ||g_i||).
 
-    It changes what is asked for and nothing else: every mean in `stats` becomes the mean of the clipped
-    gradients, `pg.ClippedMean(max_norm, by)`.
+    Only `stats` changes: every mean in it becomes the mean of the clipped gradients,
+    `pg.ClippedMean(max_norm, by)`.
 
     >>> tx = pg.optim.clip_examples(pg.optim.micro_adam(1e-3), max_norm=1.0)
     >>> tx.stats["mean"]
     ClippedMean(1.0)
     """
 
-    def of_clipped(name: str, statistic: Statistic) -> Statistic:
-        if name in VOCABULARY and VOCABULARY[name].degree == 0:
+    unchanged = [entry.statistic for entry in VOCABULARY.values() if entry.degree == 0]
+
+    def of_clipped(statistic: Statistic) -> Statistic:
+        if statistic in unchanged:
             return statistic
         phi, factorable = (getattr(statistic, field, None) for field in ("phi", "factorable"))
         if statistic != Mean(phi, factorable=factorable):
@@ -74,15 +76,17 @@ def clip_examples(
             )
         return ClippedMean(max_norm, by, phi=phi)
 
-    stats = {name: of_clipped(name, statistic) for name, statistic in stats_of(inner).items()}
+    stats = {name: of_clipped(statistic) for name, statistic in stats_of(inner).items()}
     extra = optax.with_extra_args_support(inner)
     return StatsTransformation(extra.init, extra.update, stats)
 
 
 def _scaled(stats: Stats, c: jax.Array, updates: Tree, scaled: Tree) -> Stats:
-    """The statistics of gradients c g; their mean is `scaled`, unless `updates` was another already.
+    """The statistics of gradients c g, whose mean is `scaled`, which is c times `updates`.
 
-    Whether that matters is for `inner` to say: it does not to an optimizer of the mean alone.
+    If something before the clip has changed `updates`, it is not the mean in `stats`. Then the result
+    has c times the mean in `stats`, and `inner` finds that its gradient is another one. An optimizer of
+    the mean alone accepts that.
     """
     known = {name: x for name, x in stats.items() if name in VOCABULARY}
     out = {name: _times(c ** VOCABULARY[name].degree, x) for name, x in known.items()}
@@ -91,7 +95,7 @@ def _scaled(stats: Stats, c: jax.Array, updates: Tree, scaled: Tree) -> Stats:
     differs = is_changed(updates, aligned("clipped", "mean", stats["mean"], updates))
     if differs is True:
         return out
-    others = {name: x if name == "count" else unless(differs, x) for name, x in out.items()}
+    others = {name: x if name == "count" else nan_if(differs, x) for name, x in out.items()}
     return others | {"mean": scaled}
 
 

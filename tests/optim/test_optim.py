@@ -634,6 +634,7 @@ def test_clip_examples_by_brute_force(by):
         (optim.micro_adam(0.1, per=2), "per=2"),
         (optim.clip_examples(optim.sign_ema(0.1), 0.5), r"ClippedMean\(0.5\)"),
         (optim.StatsTransformation(*optax.sgd(0.1), {"norm": pg.Norm()}), r"Norm\(\)"),
+        (optim.StatsTransformation(*optax.sgd(0.1), {"sign": pg.Mean(jnp.sign, per=2)}), "per=2"),
     ],
 )
 def test_clip_examples_refuses_what_it_does_not_know(inner, text):
@@ -1031,6 +1032,23 @@ def test_several_batches_need_their_counts_and_the_gradient_of_their_statistics(
             tx.update(stats["mean"], state, PARAMS, stats=left)
     with refused(pg.ArgumentError, "pg.optim.clipped(tx, max_norm)"):
         optax.chain(optax.scale(0.5), tx).update(stats["mean"], (optax.ScaleState(), state), stats=stats)
+
+
+@pytest.mark.parametrize(
+    "statistic",
+    [
+        *(pg.Mean(jnp.square), pg.Mean(jnp.sign, per=2), pg.Variance(), pg.Variance(per=4)),
+        *(pg.ClippedMean(0.5), pg.ClippedMean(0.5, by="leaf", phi=jnp.square)),
+    ],
+    ids=repr,
+)
+def test_the_line_to_write_makes_the_statistic_that_is_missing(statistic):
+    tx = optim.multi_steps(optim.StatsTransformation(*optax.sgd(0.1), {"wanted": statistic}), 2)
+    with pytest.raises(pg.ArgumentError) as error:
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, stats={"mean": PARAMS, "count": 8})
+    (line,) = (line for line in str(error.value).split("\n") if "value_and_stats" in line)
+    text = line.partition('"wanted": ')[2].removesuffix("})")
+    assert eval(text, {"pg": pg, "jnp": jnp}) == statistic
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
