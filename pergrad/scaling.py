@@ -17,8 +17,9 @@ the optimizer:
                                eta(B) = eta_max / ((sqrt(Bn / B) + sqrt(B / Bn)) / 2), largest at B = Bn
                                (Li et al. 2024).
 
-Decoupled weight decay multiplies parameters by 1 - eta lambda in every step; for the same shrinkage per
-example lambda becomes lambda kappa eta / eta', a step of ours that none of the rules contains.
+Decoupled weight decay multiplies parameters by 1 - eta lambda in every step. So that it shrinks them as
+much per example as before, lambda becomes lambda kappa eta / eta', with eta' the new learning rate. None
+of the rules contains this change; it is ours.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A configuration for another batch size; printed, what was changed and why."""
+    """A configuration for another batch size. Printed, it shows what was changed and why."""
 
     config: dict[str, Any]
     changes: tuple[Change, ...]
@@ -128,22 +129,22 @@ def move(
         understood; everything else is handed on as it is.
       batch_size: the size that `config` was tuned for.
       new_batch_size: the size to move to.
-      rule: `"sqrt"`, `"sde"`, `"linear"` or `"peak"`: see the head of this module.
-      noise_scale: for the rule with a peak there.
+      rule: `"sqrt"`, `"sde"`, `"linear"` or `"peak"`: see the docstring of this module.
+      noise_scale: the noise scale Bn, which the rule `"peak"` needs.
 
     >>> print(pg.scaling.move({"learning_rate": 1e-3, "b2": 0.999, "steps": 1000}, 64, 256, "sde"))
     batch size 64 -> 256, kappa = 4, rule sde
                    before  after  why
-    learning_rate  0.001   0.002  times sqrt(kappa): the noise of the gradient is its own unit
+    learning_rate  0.001   0.002  times sqrt(kappa): the gradient is divided by its own noise
     b2             0.999   0.996  1 - kappa (1 - beta): the same memory in examples
     steps          1000    250    divided by kappa: the same number of examples
     """
     _check_move(config, rule, noise_scale)
     kappa = _checked("new_batch_size", new_batch_size) / _checked("batch_size", batch_size)
     factor, reason = {
-        "sqrt": (math.sqrt(kappa), "times sqrt(kappa): the noise of the gradient is its own unit"),
-        "sde": (math.sqrt(kappa), "times sqrt(kappa): the noise of the gradient is its own unit"),
-        "linear": (kappa, "times kappa: fewer steps, each as much longer"),
+        "sqrt": (sqrt(1.0, kappa), "times sqrt(kappa): the gradient is divided by its own noise"),
+        "sde": (sqrt(1.0, kappa), "times sqrt(kappa): the gradient is divided by its own noise"),
+        "linear": (linear(1.0, kappa), "times kappa: fewer steps, each kappa times as long"),
         "peak": (
             1.0 if noise_scale is None else peak(1.0, batch_size, new_batch_size, noise_scale),
             f"the peak is at the noise scale, {noise_scale}",
@@ -177,11 +178,14 @@ def move(
 
 
 def _times(old: Any, factor: float, kappa: float, reason: str) -> tuple[Any, str]:
-    """A number times the factor; a schedule too, over steps of kappa times as many examples."""
+    """A number or a schedule times the factor, and why.
+
+    One step of the new schedule has the examples of kappa steps of the old one.
+    """
     if callable(old):
         schedule: Callable[[Any], Any] = old
         new = lambda step: factor * schedule(step * kappa)  # noqa: E731
-        return new, f"{reason}; over steps of kappa times the examples"
+        return new, f"{reason}; over steps of kappa times as many examples"
     return old * factor, reason
 
 

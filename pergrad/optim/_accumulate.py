@@ -1,11 +1,12 @@
 """One step for the examples of several batches, with the statistics of all of them together.
 
-The means and variances of a large batch are not the averages of those of its parts, which may also have
-different sizes. `pergrad.combine` merges results exactly, so it is what is carried from call to call:
+The variance of a large batch is not the average of the variances of its parts, and the parts may have
+different sizes. `pergrad.combine` merges results exactly, so the state holds merged results:
 
-    gathered = combine(gathered, statistics of this batch)          zeros of count 0 add nothing
+    gathered = combine(gathered, statistics of this batch)
 
-and every k-th call the optimizer steps with what has been gathered.
+It starts from zeros with a count of 0, which add nothing. Every k-th call the optimizer takes a step
+with the gathered statistics.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ class MultiStepsState(NamedTuple):
 
 
 def multi_steps(inner: optax.GradientTransformation, every_k: int) -> StatsTransformation:
-    """`inner`, which steps once in `every_k` calls, with the statistics of all their examples.
+    """Lets `inner` take one step in `every_k` calls, with the statistics of the examples of all of them.
 
-    What `optax.MultiSteps` is for optimizers that look at the mean gradient alone. The batches may have
-    different sizes and weights: each counts for its examples. Updates are 0 but in every `every_k`-th
-    call, where they are those of `inner` for all examples of these calls. Beside what `inner` needs it
-    needs the `count`.
+    It does what `optax.MultiSteps` does for optimizers that look at the mean gradient alone. The batches
+    may have different sizes and weights: each counts as much as its examples. The updates are 0 except
+    in every `every_k`-th call. There they are the updates of `inner` for the examples of the last
+    `every_k` calls together. Besides the statistics of `inner` it needs the `count`.
 
     The state has one more array like the parameters for every statistic, in float32 (float64 for
-    float64 parameters). An optimizer of optax is one that needs the mean. Statistics that `pg.combine`
-    cannot merge, and those with an example axis, are refused.
+    float64 parameters). Statistics that `pg.combine` cannot merge and per-example results are refused.
 
     Args:
-      inner: an optimizer. What optax has wrapped has no `stats`: chain with `pergrad.optim.chain`.
+      inner: an optimizer. If it has no `stats`, as those of optax, it is taken to need the mean alone;
+        so put optimizers that need more together with `pergrad.optim.chain`, not with `optax.chain`.
       every_k: the number of calls for one step.
 
     >>> tx = pg.optim.multi_steps(pg.optim.micro_adam(1e-3), every_k=4)
@@ -109,12 +110,12 @@ def _check(needed: Mapping[str, Statistic]) -> None:
 
 
 def _zeros(statistic: Statistic, params: Tree) -> Tree:
-    """What `combine` takes for the statistic of no examples, on the devices of the parameters."""
+    """The result of a statistic for no examples, on the devices of the parameters."""
     return jnp.zeros([]) if statistic == Count() else wide_zeros(params)
 
 
 def _taken(name: str, statistic: Statistic, stats: Stats | None, updates: Tree) -> Tree:
-    """This batch's statistic. The mean is the gradient that has been handed in."""
+    """The result of a statistic for this batch. The mean is the gradient `updates`."""
     if name == "mean":
         return jax.tree.map(jnp.asarray, updates)
     stats = required(WHO, name, stats, statistic)

@@ -32,13 +32,15 @@ def preconditioned_adam(
     floor: Number | None = None,
     per: Per = "example",
 ) -> StatsTransformation:
-    """Adam on the plane of preconditioners: see `scale_by_preconditioner` for all but the following.
+    """Adam on the plane of preconditioners.
+
+    `scale_by_preconditioner` describes the arguments that are not listed here.
 
     Args:
       learning_rate: a number or a schedule.
       weight_decay: as in `optax.adamw`: times the learning rate and the parameter.
-      mask: a tree of booleans like the parameters, or a function that makes it from them: those that
-        decay.
+      mask: which parameters decay: a tree of booleans like the parameters, or a function that makes one
+        from them.
 
     >>> tx = pg.optim.preconditioned_adam(1e-3, mean_square=1.0, variance=0.5)
     >>> tx.stats
@@ -70,8 +72,7 @@ def micro_adam(
     """Adam with the mean of the examples' squared gradients in place of the square of their mean.
 
     The point (1, 1) of the plane: see `preconditioned_adam`. Its `nu` does not depend on the size of the
-    batch. With `per=k` it is the mean of the squared means of k examples: Adam with batches of k, of
-    which every step sees many.
+    batch. With `per=k` it is the mean of the squared means of k examples, as for Adam with batches of k.
 
     >>> pg.optim.micro_adam(1e-3).stats
     {'mean': Mean(), 'second_moment': Mean(square)}
@@ -132,8 +133,8 @@ def micro_adam_msq(
     """Adam with the squared mean gradient alone, without the noise of the batch.
 
     The point (1, 0) of the plane: see `preconditioned_adam`. The estimate of mu^2 is negative for many
-    coordinates, also after averaging; it is then taken to be 0, and the step is EMA[gbar] / eps, which
-    is no step to take. Use `floor=1` or `max_update=1`.
+    coordinates, also after averaging. It is then taken to be 0, and the update is EMA[gbar] / eps, which
+    is far too large. Use `floor=1` or `max_update=1`.
 
     >>> pg.optim.micro_adam_msq(1e-3, floor=1).stats
     {'mean': Mean(), 'second_moment': Mean(square), 'count': Count()}

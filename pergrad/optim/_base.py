@@ -1,4 +1,4 @@
-"""What an optimizer on statistics is: optax's, with the dictionary of statistics that it needs."""
+"""What an optimizer on statistics is: one like optax's, with a dictionary of the statistics it needs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StatsTransformation(optax.GradientTransformationExtraArgs):
         value, stats = pg.value_and_stats(loss, tx.stats)(params, batch)
         updates, state = tx.update(stats["mean"], state, params, stats=stats)
 
-    Everything that optax does with a transformation it does with this one too. What optax returns
-    (`optax.chain`, `optax.masked`) has no `stats`: keep those of the part that was given to it, or use
+    It can be used wherever optax takes a transformation. The transformations that optax returns
+    (`optax.chain`, `optax.masked`) have no `stats`: keep the `stats` of the one that was put in, or use
     `pergrad.optim.chain`.
 
     >>> pg.optim.micro_adam(1e-3)
@@ -45,8 +45,8 @@ class StatsTransformation(optax.GradientTransformationExtraArgs):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(stats={self.stats!r})"
 
-    # `clip_examples` keeps the functions and changes `stats` alone, so these belong to what it is:
-    # `jit` would otherwise take two clips for one static argument.
+    # Two transformations may differ in `stats` alone, as two of `clip_examples` with different norms do.
+    # If comparisons left `stats` out, `jit` would take the two for the same static argument.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StatsTransformation) and _parts(self) == _parts(other)
 
@@ -67,7 +67,7 @@ def _parts(tx: StatsTransformation) -> tuple[Any, ...]:
     return tx.init, tx.update, tuple(sorted(tx.stats.items(), key=lambda item: item[0]))
 
 
-# A named tuple is a tree of its fields, which JAX would put together again without `stats`.
+# JAX flattens a named tuple into its fields, and would put them together again without `stats`.
 jax.tree_util.register_pytree_node(
     StatsTransformation,
     lambda tx: ((tx.init, tx.update), tuple(tx.stats.items())),
@@ -76,7 +76,7 @@ jax.tree_util.register_pytree_node(
 
 
 def chain(*transformations: optax.GradientTransformation) -> StatsTransformation:
-    """`optax.chain`, of which `stats` is the union of what its parts need.
+    """`optax.chain`, with `stats` that hold the statistics of all its parts.
 
     >>> tx = pg.optim.chain(pg.optim.scale_by_sign(of="examples"), optax.scale(-1e-3))
     >>> tx.stats
@@ -94,7 +94,7 @@ def chain(*transformations: optax.GradientTransformation) -> StatsTransformation
 
 
 def stats_of(inner: optax.GradientTransformation) -> dict[str, Statistic]:
-    """What an optimizer needs: the mean, if it is optax's own."""
+    """The statistics that an optimizer needs; one of optax itself needs the mean."""
     return getattr(inner, "stats", asked("mean"))
 
 

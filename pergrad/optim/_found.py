@@ -1,14 +1,15 @@
-"""How an optimizer takes a statistic out of `stats`, and what it can notice on the way.
+"""How an optimizer takes the result of a statistic out of `stats`, and the checks of that result.
 
-A statistic must be there, have the parameters' tree and shapes, and belong to the gradient that the
-optimizer is given. The last fails without any other sign if a transformation in front of the optimizer
-has changed the gradient (`optax.clip_by_global_norm`, `optax.MultiSteps`): the statistics come along as
-they were. So the gradient is compared with the mean in `stats`, which it should be, leaf by leaf:
+The result must be there, must have the tree and the shapes of the parameters, and must belong to the
+gradient that the optimizer gets. A transformation in front of the optimizer may have changed the
+gradient and not the statistics (`optax.clip_by_global_norm`, `optax.MultiSteps`), and nothing else would
+show it. So the gradient is compared with the mean in `stats`, leaf by leaf. Its leaf may be
 
-    the same object                          the gradient is that of the statistics
-    numbers that can be seen                 they are compared
-    computed in the program being traced     something has changed it: refused
-    two arguments of a traced program        compared when the program runs: NaN where they differ
+    the same object as the leaf of the mean      it belongs to the statistics
+    an array whose numbers are known             the numbers are compared
+    computed in the program that is traced       something has changed it: it is refused
+    another argument of a traced program         the program compares the numbers when it runs, and gives
+                                                 NaN if they differ
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def of_gradient(who: str, name: str, stats: Stats, updates: Tree) -> Tree:
     differs = is_changed(updates, aligned(who, "mean", stats["mean"], updates))
     if differs is True:
         raise ArgumentError(
-            f'{who}: the gradient that update is given is not stats["mean"], but stats[{name!r}] '
-            "belongs to that. Write\n"
+            f'{who}: the gradient given to update is not stats["mean"], to which stats[{name!r}] '
+            "belongs. Write\n"
             "    pg.optim.clipped(tx, max_norm)                not a clip in front of tx\n"
             "    pg.optim.multi_steps(tx, k)                   not optax.MultiSteps(tx, k)\n"
             "    pg.optim.chain(tx, other)                     not what changes the gradient, then tx\n"
@@ -75,14 +76,15 @@ def of_gradient(who: str, name: str, stats: Stats, updates: Tree) -> Tree:
             "or, where the other statistics do belong to your gradient, such as a cast one,\n"
             '    tx.update(gradient, state, params, stats=stats | {"mean": gradient})'
         )
-    return unless(differs, result)
+    return nan_if(differs, result)
 
 
 def is_changed(updates: Tree, mean: Tree) -> bool | jax.Array:
-    """Whether a gradient is another than the mean of the same tree; an array, if only the run can tell.
+    """Whether the gradient `updates` differs from the mean; an array, if only the run can tell.
 
-    Numbers differ if their distance is more than rounding explains: a part of the root of the precision
-    in the norm of all of them. Those of one parameter may be nothing but rounding.
+    The two differ if the norm of their difference is more than rounding explains: more than the root of
+    the precision times the norm of the mean. Both norms are over all parameters together, since the
+    gradient of a single parameter may consist of rounding errors alone.
     """
     leaves = list(zip(jax.tree.leaves(updates), jax.tree.leaves(mean), strict=True))
     others = [(g, m) for g, m in leaves if g is not m]
@@ -92,7 +94,7 @@ def is_changed(updates: Tree, mean: Tree) -> bool | jax.Array:
         return True
     distance = optax.tree.norm([_distance(g, m) for g, m in others])
     allowed = optax.tree.norm([wide(m) for _, m in leaves]) * _root_of_precision(others)
-    differs = distance > allowed  # not if either is NaN: the update will be, too
+    differs = distance > allowed  # False if one of them is NaN; then the update is NaN, too
     return differs if isinstance(differs, Tracer) else bool(differs)
 
 
@@ -106,15 +108,15 @@ def _root_of_precision(pairs: Any) -> float:
     return max(float(jnp.finfo(jnp.result_type(x)).eps) for pair in pairs for x in pair) ** 0.5
 
 
-def unless(differs: bool | jax.Array, tree: Tree) -> Tree:
-    """The tree, or NaN where the run finds that its gradient is another."""
+def nan_if(differs: bool | jax.Array, tree: Tree) -> Tree:
+    """The tree, or NaN everywhere if the run finds that the gradient differs from the mean."""
     if differs is False:
         return tree
     return jax.tree.map(lambda x: jnp.where(differs, jnp.nan, x).astype(jnp.result_type(x)), tree)
 
 
 def aligned(who: str, name: str, result: Tree, updates: Tree) -> Tree:
-    """`result` where `updates` has an array, and the mark of `optax.masked` where that stands."""
+    """`result`, with the mark of `optax.masked` in the places where `updates` has that mark."""
 
     def is_masked(x: Any) -> bool:
         return isinstance(x, optax.MaskedNode)

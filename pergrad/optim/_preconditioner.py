@@ -1,7 +1,7 @@
 """Adam and its relatives: momentum divided by the root of a moving average.
 
 The plane of preconditioners: with mu2 and sigma2 the unbiased estimates of the squared mean and the
-variance of an example's gradient (see `pergrad._moments`), coordinate by coordinate,
+variance of an example's gradient (`pergrad._moments`), coordinate by coordinate,
 
     nu = EMA[a mu2 + b sigma2],     update = EMA[gbar] / (sqrt(nu) + eps).
 
@@ -16,9 +16,10 @@ pairs of independent gradients it has the variance
 
     Var[mu2] = 2 sigma^4 / (B (B - 1))                                     whatever their distribution;
 
-a moving average with weights w_t has sum w_t^2 times that. So half of the coordinates without signal
-have a negative average, and many of the others one that is far too small. A floor of so many standard
-errors says: what cannot be told from zero is taken to be as large as it could well be.
+a moving average with weights w_t has sum w_t^2 times that. So in half of the coordinates without signal
+the average is negative, and in many others it is far too small. With a floor, nu is at least so many
+standard errors of the estimate: a squared mean below that cannot be told from zero, and is taken to be
+as large as the noise could hide.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WHO = "scale_by_preconditioner"
 
 
 class ScaleByPreconditionerState(NamedTuple):
-    """`nu` may be negative; `error` is the mean standard error of one step's estimate, if asked for."""
+    """`nu` may be negative. `error` averages the standard errors of the steps, if there is a floor."""
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Tree
@@ -67,9 +68,9 @@ def scale_by_preconditioner(
 ) -> StatsTransformation:
     """Momentum, divided by the root of `nu = mean_square * mu^2 + variance * sigma^2`.
 
-    mu and sigma^2 are the mean and the variance of an example's gradient, estimated without bias from
-    every batch, and `nu` is their moving average. A negative `nu` is taken to be 0, after averaging.
-    The defaults are Adam.
+    mu and sigma^2 are the mean and the variance of an example's gradient. Both are estimated without
+    bias from every batch, and `nu` is a moving average of these estimates. A negative average is taken
+    to be 0. The defaults are Adam.
 
     Args:
       b1: decay of the momentum.
@@ -88,17 +89,17 @@ def scale_by_preconditioner(
       per: what one unit is, as in `pg.Mean`: gradients of groups of k examples in place of those of
         examples. `"token"` needs equal weights, and no floor.
 
-    It needs the statistics `mean`, `second_moment` and `count`; without the last where both weights are
-    the same number, and the mean alone for Adam. A `variance` in `stats` is used in place of
-    `second_moment` where the weights differ: better where the mean is thousands of times the deviation,
-    and in bfloat16, which rounds the mean, already where it is ten times that.
+    It needs the statistics `mean`, `second_moment` and `count`. If both weights are the same number it
+    does not need the count, and Adam needs the mean alone. If the weights differ and `stats` has a
+    `variance`, this is used in place of `second_moment`. It is more accurate if the mean is thousands of
+    times the deviation; in bfloat16, which rounds the mean, already if it is ten times the deviation.
     One example has no variance: a batch of one is refused, or under `jit` gives NaN, unless both
     weights are the same or it is Adam.
 
-    Chained after something that changes the gradient, such as a clip, Adam's `nu` is that of the changed
-    gradient, as in optax. The other points take `nu` from the statistics, which do not change with it: a
-    gradient that is not the mean in `stats` is refused (NaN, where only a compiled program can see it).
-    To clip both use `pergrad.optim.clipped`.
+    If something before it in a chain changes the gradient, such as a clip, Adam's `nu` is that of the
+    changed gradient, as in optax. The other points take `nu` from the statistics, which do not change.
+    So they refuse a gradient that is not the mean in `stats`; if only a compiled program can tell, the
+    update is NaN. To clip both use `pergrad.optim.clipped`.
     """
     point = _Point(mean_square, variance, floor is not None, per)
 

@@ -1,13 +1,14 @@
-"""Where the sign goes: of every example, of their mean, or of the momentum.
+"""Optimizers that take a sign: of every example's gradient, of their mean, or of the momentum.
 
     examples   update = EMA[mean_i sign(g_i)]
     mean       update = EMA[sign(gbar)]
     momentum   update = sign(EMA[gbar])
 
-For one coordinate with the signal-to-noise ratio rho = mu / sigma of an example, the mean of a batch has
-sqrt(B) rho and its momentum sqrt((1 + b1) / (1 - b1)) times that. A sign costs least where there is
-least noise: of one Gaussian gradient it keeps erf(rho / sqrt 2), about 0.8 rho. The first two updates
-shrink where signs disagree, so each placement wants its own learning rate.
+Let an example's gradient have the signal-to-noise ratio rho = mu / sigma in one coordinate. The mean of
+a batch has the ratio sqrt(B) rho, and the momentum sqrt((1 + b1) / (1 - b1)) times that. A sign costs
+least where there is least noise: the sign of a Gaussian gradient has the mean erf(rho / sqrt 2), which
+is about 0.8 rho for a small rho. The first two updates shrink where signs disagree, so each placement
+needs its own learning rate.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class ScaleBySignState(NamedTuple):
 def scale_by_sign(
     b1: Number = 0.9, mu_dtype: Any = None, *, of: Placement = "momentum"
 ) -> StatsTransformation:
-    """Signs with momentum; `of` says of what: `"examples"`, `"mean"` or `"momentum"`.
+    """Signs with momentum.
 
     Args:
-      b1: decay of the momentum, which starts at 0 and is not corrected for it: the first update of the
-        first two is 1 - b1 times a sign. With 0 there is no momentum.
+      b1: decay of the momentum; with 0 there is no momentum. It starts at 0 and is not corrected for
+        that: unless `of` is `"momentum"`, the first update is 1 - b1 times a sign or a mean of signs.
       mu_dtype: the dtype of the momentum, by default that of the parameters.
-      of: what the sign is taken of. `"examples"` needs the statistics `mean` and `sign`, the others the
-        mean alone.
+      of: what the sign is taken of, `"examples"`, `"mean"` or `"momentum"`. `"examples"` needs the
+        statistics `mean` and `sign`, the others need the mean alone.
     """
     who = "scale_by_sign"
     if of not in PLACEMENTS:
@@ -77,7 +78,7 @@ def micro_sign_sgd(
     weight_decay: Number = 0.0,
     mask: Mask = None,
 ) -> StatsTransformation:
-    """The sign of every example's gradient, their mean, its momentum: see `scale_by_sign`.
+    """The momentum of the mean of the signs of all examples' gradients: see `scale_by_sign`.
 
     `weight_decay` and `mask` are those of `preconditioned_adam`.
 
@@ -97,7 +98,7 @@ def sign_sgd(
     weight_decay: Number = 0.0,
     mask: Mask = None,
 ) -> StatsTransformation:
-    """The sign of the mean gradient, and its momentum: see `scale_by_sign`.
+    """The momentum of the sign of the mean gradient: see `scale_by_sign`.
 
     With `b1=0` it is `optax.sign_sgd`. `weight_decay` and `mask` are those of `preconditioned_adam`.
 

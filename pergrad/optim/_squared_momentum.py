@@ -26,10 +26,10 @@ def scale_by_squared_momentum(
 
         m = b1 m + (1 - b1) gbar,     v = b2 v + (1 - b2) m^2 + eps,     update = m_hat / sqrt(v_hat)
 
-    m_hat and v_hat are corrected for having started at 0; m is not before it is squared, so the first
-    update is 1 / (1 - b1), and `eps` adds up to eps / (1 - b2). It is beside the plane: the momentum has
-    less noise than the gradient, by (1 - b1) / (1 + b1), so m^2 is nearer to mu^2. It needs the mean
-    alone.
+    m_hat and v_hat are corrected for having started at 0. The m that is squared is not corrected, so the
+    first update is 1 / (1 - b1) in size. The `eps` of all steps add up to eps / (1 - b2). This is no
+    point of the plane of `scale_by_preconditioner`: the variance of the momentum is (1 - b1) / (1 + b1)
+    times that of the gradient, so m^2 is nearer to mu^2. It needs the mean alone.
     """
 
     def init(params: Tree) -> ScaleBySquaredMomentumState:
