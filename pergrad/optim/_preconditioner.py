@@ -180,19 +180,19 @@ class _Point:
                 "as in micro_adam: how many tokens a parameter has seen is not known."
             )
 
-    # Two points of the plane need no estimates: at these a mu2 + b sigma2 is gbar^2, or a times q.
+    # Adam and points with equal weights need no estimates, unless there is a floor.
 
     @property
     def is_adam(self) -> bool:
-        return self._needs_no_error and self.mean_square == 1 and self.variance == "1/B"
+        """Whether a mu2 + b sigma2 is gbar^2."""
+        a, b = self.mean_square, self.variance
+        return not self.has_floor and is_number(a) and a == 1 and b == "1/B"
 
     @property
     def is_equal(self) -> bool:
-        return self._needs_no_error and is_number(self.variance) and self.mean_square == self.variance
-
-    @property
-    def _needs_no_error(self) -> bool:
-        return is_number(self.mean_square) and not self.has_floor
+        """Whether a mu2 + b sigma2 is a q."""
+        a, b = self.mean_square, self.variance
+        return not self.has_floor and is_number(a) and is_number(b) and a == b
 
     @property
     def square(self) -> Mean:
