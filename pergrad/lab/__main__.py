@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the command; the exit code. Quiet if nobody reads its output any more (`pergrad | head`)."""
+    """Runs the command and returns its exit code. A closed output (`pergrad | head`) is not an error."""
     try:
         try:
             return _run()

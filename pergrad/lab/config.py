@@ -1,8 +1,9 @@
 """What a run is asked to do: plain dataclasses, from which the command line is made.
 
 Everything that can change a number is in here, so that two runs with equal configurations, data and
-versions have equal metrics, bit for bit, if they run on the same devices. On others they differ by
-rounding: where a run lies (`devices`) may change while it goes on.
+versions have equal metrics, bit for bit, if they run on the same devices. On other devices the metrics
+differ by rounding. The devices are not part of the configuration (see `run.devices`): an interrupted run
+may go on with others.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ OptimizerName = Literal[
     "sign_ema",
 ]
 StudyName = Literal["sign", "adam", "plane", "scaling", "clipping", "snr", "overhead"]
-PresetName = Literal["demo", "quick", "full"]  # minutes, a quarter of an hour, hours
-# What `pergrad bench` asks for, of which models, and its three parts.
+PresetName = Literal["demo", "quick", "full"]  # they take minutes, a quarter of an hour, hours
+# The tasks (groups of statistics) and the models of `pergrad bench`, and its three parts.
 TaskName = Literal["moments", "norms", "clipped", "five", "tokens"]
 CaseName = Literal[
     "mlp",

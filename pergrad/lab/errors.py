@@ -1,4 +1,4 @@
-"""What the lab cannot do, in one line for the terminal."""
+"""Errors of the lab, each told in one line in the terminal."""
 
 import re
 
@@ -8,11 +8,11 @@ import pergrad as pg
 
 
 class LabError(pg.PergradError):
-    """A problem with files, arguments or a run, that the user can mend. One line, no traceback."""
+    """A problem with files, arguments or a run that the user can mend, told without a traceback."""
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """What to tell about an error that the user can mend; None if a traceback is needed to mend it."""
+    """The line that tells of an error which the user can mend; None if it needs a traceback."""
     if isinstance(error, pg.PergradError):
         return str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in _of_jax(error):

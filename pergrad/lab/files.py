@@ -1,4 +1,4 @@
-"""Writing files: all of it or nothing, and complaints in one line."""
+"""Writing files: a file is written whole or not at all, and errors of the disk are told in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADVICE = {
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """An operating system's complaint (no space, no permission) in one line."""
+    """Turns an error of the operating system (no space, no permission) into a `LabError` of one line."""
     try:
         yield
     except OSError as error:
@@ -37,7 +37,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def to_json(data: Any, indent: int | None = None) -> str:
-    """As JSON, which has no NaN and no infinity: null in their place."""
+    """Data as JSON. NaN and infinity, which JSON does not have, become null."""
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
 
 
@@ -50,7 +50,7 @@ def _finite(x: Any) -> Any:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes under another name and moves it into place: whoever reads sees the old file or the new."""
+    """Writes a new file and moves it into place, so that a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

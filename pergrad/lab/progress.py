@@ -1,4 +1,4 @@
-"""What a run, or many of them, looks like in the terminal while it goes on."""
+"""Progress bars in the terminal: of one run, and of many."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pergrad.lab.config import Train
 
 
 class ProgressBar:
-    """What a run does before its first step, then loss, time left, examples per second, price.
+    """Shows what a run does before its first step, then its loss, speed, price and the time left.
 
-    The price is what the statistics cost beside `jax.grad`, measured at the start. In a terminal what a
-    run does has a spinner, elsewhere it is a line.
+    The price is the time of the statistics as a multiple of that of `jax.grad`, measured at the start.
+    In a terminal the work before the first step has a spinner; elsewhere each piece of it is a line.
     """
 
     def __init__(self, console: Console) -> None:
@@ -65,7 +65,7 @@ class ProgressBar:
         return f"{measured:.2f} x grad"
 
     def _show(self) -> Progress:
-        """The bar, once there is a step: what is compiled before it does not count for its speed."""
+        """Starts the bar, after the first step, so that compilation does not count for the speed."""
         self._stop_status()
         progress = Progress(
             TextColumn("[bold]{task.description}"),  # all of it in 80 columns
@@ -108,10 +108,11 @@ class ProgressBar:
 
 
 class RunsBar:
-    """Runs done of all that are known, the last one, work per second of all processes, time left.
+    """Shows how many runs are done, the last of them, the speed of all processes, and the time left.
 
-    `told` is a `sweep.Told`. Only runs that end while it watches count for speed and time left; one that
-    went on from a checkpoint counts as if it were whole. Without a terminal each run is a line.
+    `told` is a `sweep.Told`. Only runs that end while the bar watches count for the speed and the time
+    left; a run that went on from a checkpoint counts as a whole one. Without a terminal each run is a
+    line.
     """
 
     def __init__(self, console: Console) -> None:
@@ -160,7 +161,7 @@ class RunsBar:
 
 
 class _TimeLeft(ProgressColumn):
-    """Until `end`, the time of `time.monotonic` at which a task is expected to be done."""
+    """The time left until `end`, when (by `time.monotonic`) a task is expected to be done."""
 
     def render(self, task: Task) -> Text:
         end = task.fields["end"]
@@ -171,7 +172,7 @@ class _TimeLeft(ProgressColumn):
 
 
 def _work(config: Train) -> tuple[str, int]:
-    """What examples consist of, and how many a step sees."""
+    """The unit of work, tokens or images, and how many of them a step sees."""
     if config.data == "digits":
         return "images", config.batch_size
     return "tokens", config.batch_size * config.model.context

@@ -1,9 +1,9 @@
 """Time several functions of the same arguments, side by side.
 
 The speed of a machine drifts by more than the differences we look for. So all candidates are
-compiled first; then they take turns, in an order that changes from round to round so that none
-always follows the same neighbour; and each is judged by its fastest run. What to read is the ratio
-to the first candidate.
+compiled first. Then they take turns, in an order that changes from round to round, so that no
+candidate always follows the same neighbour. Each is judged by its fastest run, and the number to read
+is the ratio of its time to that of the first candidate.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 import jax
 import numpy as np
 
-LEAST = 3  # a minimum over fewer runs would be unfair to those who are slow
+LEAST = 3  # timed runs of each candidate: a minimum over fewer would be unfair to slow ones
 
 Say = Callable[[str], None]  # is given pieces of text, not always whole lines
 
 
 def to_stderr(text: str) -> None:
-    """How far it is, for who waits at a terminal."""
+    """Tells how far the work is, at the terminal."""
     print(text, end="", file=sys.stderr, flush=True)
 
 
 def silent(text: str) -> None:
-    """Nobody is told."""
+    """Tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Result:
 
 
 def compile_one(candidate: Callable[..., Any], *args: Any) -> Executable:
-    """Compile a candidate for `args`; quicker if JAX has seen parts of it before."""
+    """Compile a candidate for `args`. JAX is quicker if it has compiled parts of it before."""
     start = time.perf_counter()
     lowered = jax.jit(candidate).lower(*args)
     middle = time.perf_counter()
@@ -100,7 +100,7 @@ def compile_one(candidate: Callable[..., Any], *args: Any) -> Executable:
 def compile_afresh(
     name: str, candidate: Callable[..., Any], *args: Any, say: Say = to_stderr
 ) -> Executable:
-    """Compile a candidate from empty caches, so that none helps the next."""
+    """Compile a candidate from empty caches, so that one candidate does not speed up the next."""
     jax.clear_caches()
     executable = compile_one(candidate, *args)
     say(f"  compiled {name} in {executable.build_seconds:.1f} s\n")
@@ -110,16 +110,17 @@ def compile_afresh(
 def fastest(
     candidates: Iterable[tuple[str, Callable[..., Any]]], *args: Any, say: Say = to_stderr
 ) -> tuple[str, Executable]:
-    """The fastest of candidates that differ in a size which rises, tried until they get slower.
+    """The fastest of candidates of rising size, which are tried until they get slower.
 
-    They do not take turns: what takes 1.1 times as long as the best before it is taken to be slower.
+    The candidates do not take turns, so small differences mean nothing: a candidate counts as slower if
+    it takes more than 1.1 times as long as the best one before it.
     """
     tried: dict[str, float] = {}
     best = None
     for name, candidate in candidates:
         executable = compile_afresh(name, candidate, *args, say=say)
         tried[name], _ = _run(executable, args)
-        if tried[name] <= 2 * min(tried.values()):  # else it is not the first run that makes it slow
+        if tried[name] <= 2 * min(tried.values()):  # else one run is enough to see that it is slow
             tried[name] = min(_run(executable, args)[0] for _ in range(2))
         say(f"  {name} takes {1e3 * tried[name]:.0f} ms\n")
         lowest = min(tried.values())
@@ -191,7 +192,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _order(names: list[str], index: int) -> list[str]:
-    """Rotated by one name each round, and backwards in every second one."""
+    """The names as they run in round `index`: rotated by one each round, reversed in every second."""
     turn = index % len(names)
     rotated = names[turn:] + names[:turn]
     return rotated[::-1] if index % 2 else rotated

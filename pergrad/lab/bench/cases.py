@@ -1,4 +1,4 @@
-"""The list of models that are measured, which tasks on which, and how one of them grows."""
+"""The list of models that are measured, the tasks for each, and how one model grows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TITLES: dict[CaseName, str] = {
     "experts": "mixture of 8 experts, B8 T128 D256 L2",
     "flax": "Flax NNX transformer, B16 T128 D256 L4 V256",
 }
-# What is measured if nothing is chosen: all models with two tasks, the others on those that differ most.
+# What is measured by default: two tasks on all models, the other tasks on the models that differ most.
 DIFFERENT: tuple[CaseName, ...] = ("mlp", "cnn", "lstm", "transformer_long", "transformer_wide")
 USUAL: dict[TaskName, tuple[CaseName, ...]] = {
     "moments": get_args(CaseName),
@@ -85,7 +85,7 @@ WANTED = "It takes no arguments and returns three things: `return loss, params, 
 
 @dataclass(frozen=True)
 class Workload:
-    """A loss with its arguments, and what there is to know about it."""
+    """What is measured: a loss with its arguments, and its description for the log, `about`."""
 
     loss: Loss
     params: Tree
@@ -99,7 +99,7 @@ class Workload:
 
 
 def of_model(model: Model) -> Workload:
-    """With parameters and a batch that are random, and always the same."""
+    """A model with random parameters and a random batch, which are the same every time."""
     params, batch = model.init(jax.random.key(0)), model.sample(jax.random.key(1))
     about = {"model": type(model).__name__, **dataclasses.asdict(model), "parameters": _count(params)}
     return Workload(model.loss, params, batch, about, has_one_position=isinstance(model, MLP))

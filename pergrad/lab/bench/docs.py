@@ -6,8 +6,9 @@
     python -m pergrad.lab.bench.torch_side_by_side --out docs/benchmarks/torch.json
     python -m pergrad.lab.bench.docs
 
-A page has a comment where a table goes, `<!-- bench: NAME -->`, and one where it ends, `<!-- end -->`.
-What is between them is written here, from the JSON files beside the figures, which are drawn again.
+A page has a comment where a table begins, `<!-- bench: NAME -->`, and one where it ends, `<!-- end -->`.
+This command writes the text between them, from the JSON files in docs/benchmarks, and draws the figures
+beside those files again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LOGS = {
     "torch": NUMBERS / "torch.json",
 }
 COMMAND = "pergrad bench --parts"
-FIGURES = "{figures}"  # where they are, seen from the page
+FIGURES = "{figures}"  # stands for the path of the figures from the page
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
@@ -55,7 +56,7 @@ TORCH: dict[str, dict[str, str]] = {
 
 
 def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
-    """What goes where, by name, of the logs that are there (see `LOGS`)."""
+    """The text of each block, by its name, from the logs that are there (see `LOGS`)."""
     found = {}
     titles: dict[str, str] = {**cases.TITLES}
     if "models" in logs:
@@ -87,7 +88,7 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:
-    """The figures of all parts that there are rows of."""
+    """Links to the figures of the parts that have rows, by the name of the block."""
     parts = {row["part"] for row in rows}
     return {
         f"figure_{name}": f"![{title}]({folder}/{name}.png)"
@@ -102,7 +103,7 @@ def torch_title(case: str) -> str:
 
 
 def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str:
-    """With what, where, how."""
+    """A sentence on how a log was measured: the command, the machine and the versions."""
     versions, machine = log["about"]["versions"], log["about"]["machine"]
     how = f"at most {log['about']['settings'][times]} {times}"
     what = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "numpy")
@@ -111,13 +112,13 @@ def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str
 
 
 def left_out(rows: list[Mapping[str, Any]]) -> str:
-    """What packages say they cannot do, each once."""
+    """A list of what packages say they cannot do, each message once."""
     said = {f"{row['candidate']}: `{row['left_out']}`": None for row in rows if "left_out" in row}
     return "\n".join(f"- {line}" for line in said) or "Nothing was left out."
 
 
 def fill(page: Path, found: Mapping[str, str]) -> str:
-    """The page with all blocks that there are numbers for."""
+    """The page, with new text in all blocks that there are numbers for."""
     figures = os.path.relpath(NUMBERS, page.parent)
 
     def block(match: re.Match[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Sheet
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from pergrad.lab.bench import cases, tasks
 from pergrad.lab.bench.tables import Row, measured, short
@@ -17,12 +17,12 @@ from pergrad.lab.config import PartName, TaskName
 from pergrad.lab.files import disk_errors, replace
 from pergrad.lab.pages import sheet
 
-ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY)  # who has which colour
+ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY)  # it gives each candidate its colour
 LOOKS: dict[str, dict[str, Any]] = {
     **{name: sheet.look_of(name, ORDER) | {"label": name} for name in ORDER},
     FLOOR: {"color": "#222222", "ls": ":", "marker": "", "label": "jax.grad"},
 }
-# By the name of the figure: the part that it draws.
+# The part that a figure draws and the figure's title, by its name.
 TITLES = {
     "overhead": ("models", "Time as a multiple of jax.grad"),
     "growth": ("growth", "A transformer that grows: mean and second moment"),
@@ -35,11 +35,11 @@ AXES = {
     "V": "vocabulary V",
     "L": "layers",
 }
-BESIDE: tuple[TaskName, ...] = ("moments", "clipped")  # of all models
+BESIDE: tuple[TaskName, ...] = ("moments", "clipped")  # the tasks that all models are measured with
 
 
 def write(rows: Iterable[Row], out: Path) -> list[Path]:
-    """All figures that there are numbers for, as PNG and SVG in the directory `out`."""
+    """Draws all figures that there are numbers for, as PNG and SVG in the directory `out`."""
     rows = [row for row in measured(rows) if row["candidate"] != AUTO]
     rows = [row for row in rows if row["part"] == "models" or row["axis"]]
     parts = {part: [row for row in rows if row["part"] == part] for part in get_args(PartName)}
@@ -57,7 +57,7 @@ def write(rows: Iterable[Row], out: Path) -> list[Path]:
 
 
 def overhead(fig: Sheet, rows: Sequence[Row]) -> None:
-    """A line for each model, a panel for each task; pergrad's number stands beside its dots."""
+    """Draws a line for each model and a panel for each task, with pergrad's numbers on the right."""
     there = dict.fromkeys(row["task"] for row in rows)
     shown: list[TaskName] = [task for task in BESIDE if task in there] or list(there)[:1]
     names = list(dict.fromkeys(row["case"] for row in rows if row["task"] in shown))
@@ -93,11 +93,11 @@ def _dots(ax: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
     numbers.spines["right"].set_visible(False)
     for side in (ax, numbers):
         side.tick_params(axis="y", length=0)
-    _plain_log(ax, "x")
+    sheet.plain_log(ax.xaxis)
 
 
 def growth(fig: Sheet, rows: Sequence[Row]) -> None:
-    """A column for each size: time beside that of `jax.grad` above, temporary memory below."""
+    """Draws a column for each size: time as a multiple of `jax.grad`'s, and temporary memory."""
     axes = list(dict.fromkeys(row["axis"] for row in rows))
     fig.set_size_inches(1.2 + 2.3 * len(axes), 5.2)
     panels = fig.subplots(2, len(axes), sharey="row", squeeze=False)
@@ -113,7 +113,7 @@ def growth(fig: Sheet, rows: Sequence[Row]) -> None:
 
 
 def compile_time(fig: Sheet, rows: Sequence[Row]) -> None:
-    """As the layers become more, and the examples."""
+    """Draws the time to compile as the number of layers grows, and that of examples."""
     axes = list(dict.fromkeys(row["axis"] for row in rows))
     panels = fig.subplots(1, len(axes), sharey=True, squeeze=False)[0]
     for ax, axis in zip(panels, axes, strict=True):
@@ -135,16 +135,7 @@ def _curves(ax: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> Non
     sizes = sorted({row["size"] for row in rows})
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.xaxis.set_minor_locator(NullLocator())
-    _plain_log(ax, "y")
-
-
-def _plain_log(ax: Axes, which: str) -> None:
-    """1, 2, 5, 10 and not powers; fewer where there are many decades."""
-    axis = ax.xaxis if which == "x" else ax.yaxis
-    low, high = ax.get_xlim() if which == "x" else ax.get_ylim()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1, 3)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_locator(NullLocator())
+    sheet.plain_log(ax.yaxis)
 
 
 def _legend_below(fig: Sheet, panels: Sequence[Axes]) -> None:

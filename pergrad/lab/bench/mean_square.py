@@ -2,8 +2,9 @@
 
     python -m pergrad.lab.bench.mean_square
 
-Adam divides by the root of EMA[gbar^2] = mu^2 + sigma^2 / B. Without the noise it would be mu^2, of
-which all unbiased estimates are negative now and then. Compared, with gradients of known mu and sigma:
+Adam divides by the root of EMA[gbar^2], whose mean is mu^2 + sigma^2 / B. Without the noise it would be
+mu^2, but every unbiased estimate of mu^2 is negative now and then. These estimators are compared, with
+gradients of known mu and sigma:
 
     pairs      the mean of g_i g_j over all pairs i != j (`micro_adam_msq`)
     halves     the product of the means of two halves of the batch
@@ -13,9 +14,9 @@ which all unbiased estimates are negative now and then. Compared, with gradients
     capped     pairs, and no update larger than 1
     Adam       gbar^2, for comparison
 
-First with fixed mu and sigma: how many averages are not positive, how far the root is from |mu| where
-there is a signal to see, and how large updates become. Then on a quadratic, each with the best of its
-learning rates.
+The first comparison has fixed mu and sigma: how many averages are not positive, how far the root is from
+|mu| where the signal is clear, and how large updates become. The second minimises a quadratic, each
+estimator with the best of its learning rates.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ RATES = [10.0**k for k in np.arange(-4, 0.26, 0.25)]
 
 
 def update(name: str, state: Any, g: jax.Array, t: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """One step with the gradients `g` [B, n]: the state, nu and the update."""
+    """One step with the gradients `g` [B, n]. It returns the state, nu and the update."""
     m, v, error = state
     n = g.shape[0]
     gbar, sigma2 = g.mean(0), g.var(0, ddof=1)

@@ -2,9 +2,9 @@
 
     python -m pergrad.lab.bench.peak CASE TASK CANDIDATE
 
-A peak never goes down again, so every candidate has a process of its own. What compiling took does not
-count: the peak is set back before the candidate runs. Parameters, batch and results do count, as do
-Python and JAX; `before_bytes` says how much was there before the first run.
+A peak never goes down again, so every candidate has a process of its own. The memory that compiling took
+does not count, since the peak is set back before the candidate runs. Parameters, batch and results
+count, as do Python and JAX; `before_bytes` says how much memory the process had before the first run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pergrad.lab import timing
 from pergrad.lab.bench import cases, tasks
 from pergrad.lab.errors import LabError
 
-# Not `ru_maxrss`, in which Linux includes what the parent had when it started the child.
+# `ru_maxrss` would not do: Linux includes in it the memory of the parent when it started the child.
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -41,7 +41,7 @@ def in_a_process(case: str, task: str, candidate: str) -> dict[str, float]:
 
 
 def of_this_process(workload: cases.Workload, task: tasks.Task, candidate: str) -> dict[str, float]:
-    """Compiles and runs a candidate twice; the second run holds the results of the first."""
+    """Compiles a candidate and runs it twice; the first results are still there in the second run."""
     args = workload.params, workload.batch
     executable = timing.compile_one(tasks.make(candidate, workload.loss, task), *args)
     jax.clear_caches()
@@ -55,7 +55,7 @@ def of_this_process(workload: cases.Workload, task: tasks.Task, candidate: str) 
 
 
 def _give_back() -> None:
-    """Memory that is free, but kept by the C library, goes back to the system."""
+    """Gives memory that is free, but kept by the C library, back to the system."""
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

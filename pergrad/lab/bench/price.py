@@ -1,7 +1,7 @@
 """What statistics of per-example gradients cost beside `jax.grad`, measured.
 
-All candidates of a task (see `tasks`) are compiled; that they return the same is checked; then they take
-turns (see `timing`). Ratios are to the first, the mean gradient alone.
+All candidates of a task (see `tasks`) are compiled. They are timed only if they return the same, and
+then they take turns (see `timing`). Ratios are to the first candidate, the mean gradient alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RTOL = 1e-4
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured, the floor first; and whom that left out, with the reason."""
+    """What was measured, the floor first, and which candidates were left out and why."""
 
     results: list[Result]
     left_out: Mapping[str, str]
@@ -49,7 +49,7 @@ def measure(
     rtol: float = RTOL,
     say: Say = to_stderr,
 ) -> Comparison:
-    """The candidates of these names, by default all, compiled, checked and timed.
+    """Compiles, checks and times the candidates of these names, by default all.
 
     Of candidates that want a microbatch size the fastest is taken. A candidate that raises an error is
     left out. So is pergrad's `"auto"` where it takes all examples at once, since that is what `pergrad`
@@ -67,7 +67,7 @@ def measure(
 def build(
     loss: Loss, task: Task, params: Tree, batch: Any, *, names: Sequence[str], say: Say = to_stderr
 ) -> tuple[dict[str, Executable], dict[str, str]]:
-    """Compiled candidates by name, and who is left out and why."""
+    """Compiled candidates by name, and which candidates are left out and why."""
     executables, left_out = {}, {}
     for name in names:
         if not tasks.is_installed(name):
@@ -80,7 +80,7 @@ def build(
             except Exception as error:
                 if name in (FLOOR, PERGRAD):
                     raise
-                # Whatever it is, it is theirs, and the others go on.
+                # The fault is that of another package, and the other candidates go on.
                 left_out[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
             else:
                 executables[found] = executable
@@ -104,7 +104,7 @@ def _all_at_once(loss: Loss, task: Task, params: Tree, batch: Any) -> bool:
 
 
 def _sizes(name: str, batch: Any) -> list[str]:
-    """With the microbatch sizes 1, 2, 4, ... that divide the batch."""
+    """The names of a candidate with the microbatch sizes 1, 2, 4, ... that divide the batch."""
     examples = len(jax.tree.leaves(batch)[0])
     sizes = [2**k for k in range(examples.bit_length())]
     return [f"{name}{tasks.MICROBATCH}{size}" for size in sizes if examples % size == 0]
@@ -118,10 +118,10 @@ def largest_difference(
     rtol: float = RTOL,
     unchecked: Sequence[str] = (),
 ) -> float:
-    """The largest relative difference from the second candidate, in what a candidate has in common.
+    """The largest relative difference from the second candidate, in the statistics that both return.
 
-    Raises `LabError` if one is above `rtol`: what does not return the same is not worth timing. The
-    statistics named in `unchecked` may differ.
+    Raises `LabError` if a difference is above `rtol`: a candidate that returns something else is not
+    worth timing. The statistics named in `unchecked` may differ.
     """
     _, reference, *_ = executables
     expected_value, expected = executables[reference].run(params, batch)
@@ -149,7 +149,7 @@ def _relative_difference(actual: jax.Array, expected: jax.Array) -> float:
 
 
 def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """All that was measured, as JSON has it."""
+    """All that was measured, in a form that JSON can hold."""
     return [
         {
             "candidate": result.name,

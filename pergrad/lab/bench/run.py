@@ -1,8 +1,8 @@
-"""Everything measured, a row for each candidate, in one JSON file.
+"""All measurements, a row for each candidate, in one JSON file.
 
 A row says what was measured (`part`, `case`, `task`; `axis` and `size` where a model grows), the
-candidate, and its numbers, or why it was `left_out`. The file is written after every comparison, so
-what an interrupted run has measured is there; the same command again, of the same commit, measures the
+candidate, and its numbers, or why it was `left_out`. The file is written after every comparison, so that
+it has all that an interrupted run has measured. The same command again, at the same commit, measures the
 rest.
 """
 
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One comparison."""
+    """One comparison: a task on a model, perhaps with one of its sizes grown."""
 
     part: str
     case: str
@@ -68,7 +68,7 @@ def items(
     names: Sequence[str] = (),
     wanted: Sequence[TaskName] = (),
 ) -> list[Item]:
-    """What to measure: all parts, unless cases or tasks are chosen: then these alone."""
+    """What to measure: all parts, or only the cases and tasks that are chosen."""
     parts = parts or (("models",) if names or wanted else get_args(PartName))
     found = []
     if "models" in parts:
@@ -97,8 +97,8 @@ def run(
     out: Path,
     say: Say = to_stderr,
 ) -> list[Row]:
-    """The rows of all that is wanted, also in the file `out`, with what there is to say `about` them."""
-    with disk_errors(out):  # numbers that cannot be kept are not measured
+    """Measures what is `wanted`, writes it to the file `out` with `about`, and returns all rows."""
+    with disk_errors(out):  # before anything is measured that could not be written
         out.parent.mkdir(parents=True, exist_ok=True)
     rows = _done(out, about)
     done = comparisons(rows)
@@ -114,7 +114,7 @@ def run(
 
 
 def about(settings: Settings) -> dict[str, Any]:
-    """Numbers of which all of this is the same can stand beside each other."""
+    """Versions, machine and settings. Only numbers for which these are equal are comparable."""
     return {
         "versions": records.versions(),
         "machine": price.machine(),
@@ -123,7 +123,7 @@ def about(settings: Settings) -> dict[str, Any]:
 
 
 def _done(out: Path, about: Mapping[str, Any]) -> list[Row]:
-    """The rows of a run of the same code that was interrupted; none if the checkout has changes."""
+    """The rows of an interrupted run of the same code; none if the checkout has changes."""
     if not out.exists() or about["versions"]["pergrad"].endswith("-dirty"):
         return []
     found = records.read_json(out)
@@ -131,7 +131,7 @@ def _done(out: Path, about: Mapping[str, Any]) -> list[Row]:
 
 
 def comparisons(rows: Iterable[Row]) -> dict[Item, list[Row]]:
-    """The rows of each, in order."""
+    """The rows of each comparison, in order."""
     found: dict[Item, list[Row]] = {}
     for row in rows:
         found.setdefault(_item(row), []).append(row)
@@ -143,7 +143,7 @@ def _item(row: Row) -> Item:
 
 
 def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
-    """One comparison of what `items` has, as rows."""
+    """The rows of one comparison that `items` lists."""
     names = None
     match item.part:
         case "growth":

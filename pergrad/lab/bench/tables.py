@@ -30,10 +30,10 @@ SAID = "x: as a multiple of the first row; memory: what XLA sets aside for inter
 
 
 def show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    """Prints one comparison, its floor first; those that were left out are named, and why.
+    """Prints one comparison, its floor first, and which candidates were left out and why.
 
-    No number is cut: in a pipe the table is as wide as it needs, in a terminal names are wrapped, and
-    where that is not enough every candidate has some lines of its own.
+    No number is cut. In a pipe the table is as wide as it needs to be; in a terminal long names are
+    wrapped; and where that is not enough, every candidate has lines of its own.
     """
     table = _table(title, rows)
     needed = Measurement.get(console, console.options.update(max_width=1000), table)
@@ -52,7 +52,7 @@ def show(console: Console, title: str, rows: Sequence[Row]) -> None:
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    """Without the columns that have no number."""
+    """The table of a comparison, without the columns that are empty."""
     table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.show_edge, table.padding = False, (0, 1, 0, 0)
     lines = [cells(row) for row in measured(rows)]
@@ -82,7 +82,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def is_disturbed(rows: Sequence[Row]) -> bool:
-    """Whether half of the floor's runs took 1.5 times the fastest: something else was running."""
+    """Whether half of the floor's runs took 1.5 times the fastest: then the machine was busy."""
     floor = measured(rows)[0]
     return floor["quartiles"][1] > 1.5 * floor["minimum"]
 
@@ -108,7 +108,7 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row], titles: Mapping[str, str], names: Mapping[str, str]) -> str:
-    """One task, a line for each model: time, and in brackets temporary memory, beside the floor's.
+    """One task, a line for each model: time and (temporary memory), as multiples of the floor's.
 
     `titles` are the models to show, by case; `names` the candidates, by their names without sizes.
     """
@@ -132,7 +132,7 @@ def _cell(rows: Sequence[Row], name: str) -> str:
 
 
 def _without_number(name: str) -> str:
-    """`pergrad, microbatch auto` is another candidate than `pergrad`; a number is only a number."""
+    """The name without a microbatch size, unless that is `auto`, which is a candidate of its own."""
     return name if name.endswith("auto") else family(name)
 
 
@@ -142,7 +142,7 @@ def short(ratio: float) -> str:
 
 
 def in_processes(rows: Sequence[Row], titles: Mapping[str, str], names: Mapping[str, str]) -> str:
-    """A line for each model: the most memory its process has had while running, in MB."""
+    """A line for each model: the peak memory of its process in MB."""
     lines = [["model", *names.values()]]
     for case, title in titles.items():
         own = [row for row in measured(rows) if row["case"] == case and "process" in row]
@@ -173,7 +173,7 @@ def building(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> st
 
 
 def _number(value: float | None, scale: float, form: str) -> str:
-    """Nothing for what is not known."""
+    """A number as text; the empty text if it is not known."""
     return "" if value is None or math.isnan(value) else format(scale * value, form)
 
 

@@ -1,9 +1,9 @@
 """The same statistics, asked for in every way there is.
 
-A task is some statistics. A candidate for it takes a loss's parameters and batch, and returns the mean
-loss and the statistics. Candidates have names, and those that take a few examples at a time have the
-number in it: `optax micro_grad, microbatch 4`. The first, the mean gradient alone, is what everybody
-pays anyway: the floor.
+A task is a group of statistics. A candidate for it is a function of a loss's parameters and batch that
+returns the mean loss and the statistics. The name of a candidate that takes a few examples at a time has
+their number in it: `optax micro_grad, microbatch 4`. The first candidate is the floor: it computes the
+mean gradient alone, which everybody pays for anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JAX_PRIVACY = "jax_privacy"
 PERGRAD = "pergrad"
 MICROBATCH = ", microbatch "
 AUTO = f"{PERGRAD}{MICROBATCH}auto"
-# Candidates that need a microbatch size: the fastest is searched for.
+# Candidates that need a microbatch size. The fastest size is searched for.
 SIZED = (MICRO_GRAD, JAX_PRIVACY)
 MAX_NORM = 1.0
 
@@ -40,17 +40,18 @@ Candidate = Callable[[Tree, Any], tuple[jax.Array, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Task:
-    """The same statistics in the words of every candidate; None for those that have no words for it.
+    """The same statistics in the form that each candidate needs; None if it cannot compute them.
 
-    `reduce` is given all gradients, leaves [B, ...]. `one` is given a single gradient and returns what
-    is averaged over the examples and what is kept of each; `finish` adds what follows from the two.
+    `reduce` is given all gradients, with leaves [B, ...]. `one` is given a single gradient and returns
+    two dictionaries: what is averaged over the examples, and what is kept of each. `finish` adds
+    statistics that follow from those.
     """
 
     statistics: Mapping[str, pg.Statistic]
     reduce: Callable[[Tree], dict[str, Any]] | None = None
     one: Callable[[Tree], tuple[dict[str, Any], dict[str, Any]]] | None = None
     finish: Callable[[dict[str, Any], int], dict[str, Any]] = lambda found, examples: found
-    max_norm: float | None = None  # of gradients that are clipped and averaged, and nothing else
+    max_norm: float | None = None  # if the task is the mean of clipped gradients, and nothing else
     unchecked: tuple[str, ...] = ()  # statistics in which candidates may differ
 
 
@@ -98,7 +99,7 @@ def _five_of_one(g: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _finish_five(found: dict[str, Any], examples: int) -> dict[str, Any]:
-    """The variance from two moments, which is exact but for cancellation."""
+    """Adds the variance, computed from two moments. It is exact up to cancellation."""
     unbiased = examples / (examples - 1)
     variance = jax.tree.map(
         lambda m, s: unbiased * (s - jnp.square(m)), found["mean"], found["second_moment"]
@@ -113,7 +114,7 @@ TASKS: dict[TaskName, Task] = {
     "moments": Task(MOMENTS, _moments, _moments_of_one),
     "norms": Task({"norm": pg.Norm()}, _norms, _norm_of_one),
     "clipped": Task({"clipped": pg.ClippedMean(MAX_NORM)}, _clipped, _clipped_of_one, max_norm=MAX_NORM),
-    # The sign of a number that is zero but for rounding is anything.
+    # A number that is zero up to rounding may have any sign.
     "five": Task(FIVE, _five, _five_of_one, _finish_five, unchecked=("sign",)),
     "tokens": Task({"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square, per="token")}),
 }
@@ -127,14 +128,14 @@ TITLES: dict[TaskName, str] = {
 
 
 def of_one_position(task: Task) -> Task:
-    """The task for a model whose examples have one position each: there an example is a token."""
+    """The task for a model whose examples have one position each, so that an example is a token."""
     if task is not TASKS["tokens"]:
         return task
     return dataclasses.replace(task, reduce=_moments, one=_moments_of_one)
 
 
 def names(task: Task) -> tuple[str, ...]:
-    """Who can do a task, the floor first; those in `SIZED` want a size."""
+    """The names of the candidates for a task, the floor first, without the sizes that `SIZED` need."""
     can = {
         FLOOR: True,
         VMAP: task.reduce is not None,
@@ -147,7 +148,7 @@ def names(task: Task) -> tuple[str, ...]:
 
 
 def is_installed(name: str) -> bool:
-    """All but jax_privacy come with pergrad."""
+    """Whether a candidate's package is installed. Only jax_privacy does not come with pergrad."""
     return family(name) != JAX_PRIVACY or importlib.util.find_spec("jax_privacy") is not None
 
 

@@ -2,9 +2,9 @@
 
     python -m pergrad.lab.bench.torch_side_by_side --cases mlp --out bench/torch.json
 
-Every candidate returns the mean loss and the statistics of its task; that they are those of
-`torch.func.vmap(grad)` is checked before anything is timed. What a package says it cannot do is left
-out, in its own words. The rows are those of `pergrad bench` (see `pergrad.lab.bench.run`).
+Every candidate returns the mean loss and the statistics of its task. Before anything is timed, they are
+compared with those of `torch.func.vmap(grad)`. A candidate that raises an error is left out, and the
+error is logged. The rows are those of `pergrad bench` (see `pergrad.lab.bench.run`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pergrad.lab.errors import LabError
 
 FLOOR, VMAP = "torch backward", "torch.func vmap(grad)"
 VERSIONED = ("torch", "backpack-for-pytorch", "opacus")
-RTOL = 1e-3  # in norm, of any one parameter: float32, and Opacus adds 1e-6 to norms
+RTOL = 1e-3  # in the norm of any one parameter's statistic, in float32; Opacus adds 1e-6 to norms
 LONG, WIDE = CASES["transformer_long"], CASES["transformer_wide"]
 MODELS: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
     "mlp": (CASES["mlp"], lambda: torch_models.MLP(CASES["mlp"])),
@@ -73,7 +73,7 @@ class TorchWorkload:
 
 
 def backward(workload: TorchWorkload) -> Run:
-    """What everybody pays anyway."""
+    """The mean gradient alone, which everybody pays for anyway."""
 
     def once() -> tuple[Tensor, Statistics]:
         workload.model.zero_grad()
@@ -130,7 +130,7 @@ def by_opacus(workload: TorchWorkload, reduce: Callable[[list[Tensor]], Statisti
 
 
 def by_ghost_clipping(workload: TorchWorkload) -> Run:
-    """Norms from the factors of gradients, then a second backward pass: Opacus' own two steps."""
+    """Opacus' own two passes: norms from the factors of gradients, then a second backward pass."""
     model = GradSampleModuleFastGradientClipping(
         workload.model, max_grad_norm=MAX_NORM, use_ghost_clipping=True, loss_reduction="mean"
     )
@@ -174,7 +174,7 @@ def _norm(of_parameters: list[Tensor]) -> Tensor:
     return torch.stack(of_parameters).norm(dim=0)
 
 
-# And as BackPACK leaves them, which takes the gradients of a mean over B examples to be g / B.
+# The statistics as BackPACK leaves them. Its gradients of a mean over B examples are g / B.
 
 
 def backpack_square(workload: TorchWorkload) -> Statistics:
@@ -224,7 +224,7 @@ TASKS: dict[str, dict[str, Callable[[TorchWorkload], Run]]] = {
 
 
 def build(case: str, task: str) -> tuple[dict[str, Run], dict[str, str]]:
-    """Candidates that return what `vmap(grad)` does, the floor first; and why others do not run."""
+    """Candidates that agree with `vmap(grad)`, the floor first, and why others are left out."""
     torch.manual_seed(0)
     shape, make = MODELS[case]
     model = make()
@@ -247,7 +247,7 @@ def build(case: str, task: str) -> tuple[dict[str, Run], dict[str, str]]:
 
 
 def largest_difference(found: tuple[Tensor, Statistics], expected: tuple[Tensor, Statistics]) -> float:
-    """In norm, relative to that of what is expected."""
+    """The largest norm of a difference, relative to the norm of what is expected."""
     shared = found[1].keys() & expected[1].keys()
     pairs = [(found[0], expected[0])]
     for name in shared:
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a candidate may take")
     parser.add_argument("--out", type=Path, default=Path("bench/torch.json"), metavar="FILE")
     asked = parser.parse_args()
-    warnings.filterwarnings("ignore")  # of hooks and of missing batching rules, on every call
+    warnings.filterwarnings("ignore")  # of hooks and of missing batching rules, which every call gives
     # BackPACK only warns of a layer that it has no rule for, and leaves its parameters out.
     warnings.filterwarnings("error", r"Extension saving .*torch\.nn\.modules\.(?!container)")
     settings = run.Settings(asked.rounds, asked.budget, peak=())

@@ -2,20 +2,21 @@
 
 Methods are compared by the final loss of runs that differ in the seed, and both have the same seeds: a
 seed fixes the initial weights and the order of the data, so that the difference of a pair is free of
-what both share. Student's t interval of the mean difference decides, at 95% unless told. It takes the
-differences to be about normal; nobody can check that with 3 to 10 seeds, so an interval that barely
-misses a bound says little.
+what both share. Student's t interval of the mean difference decides, at 95% by default. The interval
+assumes that the differences are about normal. Nobody can check that with 3 to 10 seeds, so an interval
+that barely misses a bound says little.
 
     supported     the whole interval is where the claim says
     contradicted  the whole interval is where the claim says it is not
     not shown     anything else: the seeds do not tell. This is no evidence that there is no difference;
-                  for that there is `equivalent`.
+                  the rule `equivalent` looks for such evidence.
 
-Fewer than 3 pairs show nothing. A run whose final loss is NaN or infinite has diverged: worse than every
-finite loss, and a mean with it is infinite. So if runs of one method alone diverged, be it a single one,
-the other ends below. If runs of both did, the difference is infinity minus infinity. The pairs that are
-left would compare the methods where both went well, which is another question, and the signs of 5 pairs
-never reach 95% even if all agree: not shown.
+Fewer than 3 pairs show nothing. A run whose final loss is NaN or infinite has diverged. It is worse than
+every finite loss, and a mean that contains it is infinite. So if only one method has runs that diverged,
+even a single one, the other method ends below it. If both methods have such runs, the difference is
+infinity minus infinity, and the answer is "not shown". The remaining pairs would compare the methods
+where both went well, which is another question; and a test of signs alone never reaches 95% with 5
+pairs, even if all signs agree.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ FEWEST_PAIRS = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `n` seeds, and the interval from `low` to `high` that is to contain the true one.
+    """A mean over `n` seeds, and the interval from `low` to `high` that is to contain the true mean.
 
-    One seed says nothing about the spread: -inf to inf. If a run diverged there is no mean: NaN.
+    The interval of one seed, which says nothing about the spread, is -inf to inf. If a run diverged, the
+    mean is NaN.
     """
 
     mean: float
@@ -103,8 +105,9 @@ def compare(
 ) -> Verdict:
     """Decides the claim that `a` ends lower than `b` by more than `margin`; both are losses by seed.
 
-    Contradicted if the whole interval of a - b is above -margin: with a margin above 0, `a` may still be
-    lower by less. `names` are what the reason calls the methods.
+    The claim is contradicted if the whole interval of a - b is above -margin; with a margin above 0, `a`
+    may then still end lower, by less than the margin. `names` are the names of the methods in the
+    reason.
     """
     if not 0 <= margin < math.inf:
         raise LabError(f"a margin is 0 or more, not {margin}")
@@ -135,8 +138,9 @@ def equivalent(
 ) -> Verdict:
     """Decides the claim that `a` and `b` end within `margin` of each other.
 
-    Two one-sided tests, each at (1 - level) / 2: supported if the interval of a - b lies between -margin
-    and margin, contradicted if it lies outside. Runs of one method that diverged contradict it.
+    These are two one-sided tests, each at (1 - level) / 2. The claim is supported if the interval of a -
+    b lies between -margin and margin, and contradicted if it lies outside. It is also contradicted if
+    runs of one method alone diverged.
     """
     if not 0 < margin < math.inf:
         raise LabError(f"a margin of equivalence is above 0, not {margin}")
@@ -163,7 +167,7 @@ def _differences(a: Mapping[int, float], b: Mapping[int, float], names: tuple[st
 def _no_interval(
     a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, str]
 ) -> tuple[bool, bool, str] | None:
-    """Where an interval cannot decide: which methods diverged, as far as it counts, and a sentence."""
+    """Whether `a` and `b` diverged and a sentence on it, if no interval can decide; else None."""
     n = len(a)
     if n < FEWEST_PAIRS:
         return False, False, f"only {n} seed{'s' * (n > 1)}"

@@ -2,10 +2,10 @@
 
 A method is everything in a configuration but the learning rate and the seed. Each method runs on a grid
 of learning rates, with the same seeds. Its learning rate is the one with the lowest mean loss on the
-`tune` half of the validation data, and what is reported is its loss on the other half. While the best
-value sits on the edge of the grid, the grid grows there: no method loses for want of tuning.
+`tune` half of the validation data, and the loss that is reported is that on the other half. While the
+best value is at the edge of the grid, the grid grows there, so that no method loses for want of tuning.
 
-Runs are directories, named by their configuration; those that are done are not run again.
+Each run has a directory that is named by its configuration. Runs that are done are not run again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors
 from pergrad.lab.run import records
 
-Results = dict[Train, dict[str, Any]]  # what `result.json` has, for every run
-Told = Callable[
-    [Train, dict[str, Any], int, int], None
-]  # a run that is done, and how many of how many are
+Results = dict[Train, dict[str, Any]]  # the content of `result.json`, by run
+# Is told of a run that is done, with its result, how many runs are done, and of how many.
+Told = Callable[[Train, dict[str, Any], int, int], None]
 
 
 def silent(config: Train, result: dict[str, Any], done: int, of: int) -> None:
-    """Nobody is told."""
+    """Tells nobody."""
 
 
 def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told = silent) -> Results:
@@ -77,7 +76,7 @@ def run_all(runs: Iterable[Train], root: Path, *, processes: int = 1, told: Told
 
 
 def _check_same_data(runs: Iterable[Train], root: Path) -> None:
-    """A folder's text may have changed since some of the runs were done: they cannot be compared."""
+    """Raises an error if the text of a folder has changed since some of the runs were done."""
     digests: dict[tuple[Any, ...], str] = {}
     for config in runs:
         path = records.directory(root, config)
@@ -92,7 +91,7 @@ def _check_same_data(runs: Iterable[Train], root: Path) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Fresh processes, for JAX does not survive a fork; they stay, with what they have compiled."""
+    """Spawned processes, since JAX does not survive a fork. They stay, with what they compiled."""
     fresh = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=fresh)
     atexit.register(pool.shutdown)
@@ -100,7 +99,7 @@ def _workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
 
 
 def _run(config: Train, path: Path, cache: str | None) -> dict[str, Any]:
-    if cache is not None:  # in a process of its own, before JAX starts: one core each
+    if cache is not None:  # this is a worker, in which JAX has not started: it gets one core
         flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false"
         os.environ["XLA_FLAGS"] = flags if flag in flags else f"{flags} {flag}"
         import jax
@@ -141,7 +140,8 @@ def methods(
 ) -> dict[str, Train]:
     """Every optimizer at every batch size, by default the configuration's own.
 
-    All see as many examples as the configuration asks for, in fewer steps if batches are larger.
+    Every method sees as many examples as the configuration asks for, in fewer steps if batches are
+    larger.
     """
     examples = config.steps * config.batch_size
     sizes = list(dict.fromkeys(batch_sizes or (config.batch_size,)))
@@ -175,9 +175,9 @@ def tune(
 ) -> dict[str, Tuned]:
     """Tunes every method's learning rate, beginning with its own `rates`.
 
-    The grid grows at most `extensions` times at an end, by its own ratio. `is_on_edge` says if that was
-    not enough. With `tuning_seeds` only so many of the seeds choose: the others run at the chosen
-    learning rate alone.
+    The grid grows at most `extensions` times, by the ratio of the two values at that end.
+    `Tuned.is_on_edge` says whether that was not enough. With `tuning_seeds` only that many of the seeds
+    choose the learning rate, and the others run at the chosen one alone.
     """
     choosing = seeds[:tuning_seeds]
     grids = {name: sorted(set(rates[name])) for name in methods}
@@ -230,7 +230,7 @@ def _choose(method: Train, grid: Sequence[float], seeds: Sequence[int], results:
 
 
 def _extended(grid: list[float], tuned: Tuned) -> list[float]:
-    """One more learning rate beyond the edge on which the best one sits, if it does."""
+    """The grid, with one more learning rate beyond its edge if the best one is there."""
     best = tuned.method.learning_rate
     if best == grid[0]:
         return [_rounded(grid[0] ** 2 / grid[1]), *grid]
@@ -238,5 +238,5 @@ def _extended(grid: list[float], tuned: Tuned) -> list[float]:
 
 
 def _rounded(rate: float) -> float:
-    """To six digits, so that the same grid has the same numbers and directories."""
+    """A rate of six digits, so that the same grid always has the same numbers, and so the same runs."""
     return float(f"{rate:.6g}")

@@ -1,9 +1,8 @@
 """The figures that all pages of the lab share.
 
 A figure is a function of a matplotlib figure; it is given an empty one, in the style of the page, and
-never meets pyplot or the user's backend. A method has one colour and one marker throughout, also for
-those who see fewer colours, and labels stay beside the data. A value outside the axes has an arrow and
-its number (see `sheet`).
+never uses pyplot or the user's backend. A method has one colour and one marker in all figures of a page,
+and legends stay beside the data. A value outside the axes has an arrow and its number (see `sheet`).
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ def lines_with_bands(
     names: Sequence[str] = (),
     lines: Mapping[str, float] | None = None,
 ) -> None:
-    """Curves (x, mean, low, high) by method. A cross stands where one is not finite.
+    """Curves (x, mean, low, high) by method. A cross marks where a curve is not finite.
 
-    `interval` says what lies between low and high. `reference` is a level with its name, to compare the
-    curves with, and `lines` are upright, at an x. `names` are all methods of the study, so that each has
-    its colour in every figure.
+    `interval` says what lies between low and high. `reference` is a horizontal line, given by its level
+    and its name, and `lines` are vertical ones, given by their x. `names` are all methods of the study,
+    so that each has the same colour in every figure.
     """
     ax = sheet.axes(fig, xlabel, ylabel)
     ax.set_xscale("log" if logx else "linear")
@@ -85,7 +84,7 @@ def lines_with_bands(
 def _seen(
     arrays: Mapping[str, np.ndarray], reference: tuple[float, str] | None, log: bool
 ) -> tuple[float, float]:
-    """The limits of y. All of the calmest curve is in sight, and on a logarithmic axis all curves."""
+    """The limits of y. They contain the curve with the lowest top; on a logarithmic axis, all curves."""
     level = np.full((3, 1), math.nan if reference is None else reference[0])
     values = np.concatenate([level, *(array[1:] for array in arrays.values())], 1)
     tops = [array[1][np.isfinite(array[1])].max(initial=-math.inf) for array in arrays.values()]
@@ -94,7 +93,7 @@ def _seen(
 
 
 def _arrows(ax: Axes, x: Any, values: Any, seen: tuple[float, float], colour: str) -> list[str]:
-    """Marks where a curve is outside the limits; says how far it goes."""
+    """Marks where a curve is outside the limits, and returns words on how far it goes."""
     far: dict[bool, float] = {}
     for i, value, is_above in sheet.outside(values, seen):
         sheet.arrow(ax, x[i], seen[is_above], "^" if is_above else "v", colour)
@@ -104,7 +103,7 @@ def _arrows(ax: Axes, x: Any, values: Any, seen: tuple[float, float], colour: st
 
 
 def _crosses(ax: Axes, x: Any, mean: Any, top: float, colour: str) -> set[str]:
-    """Marks where a curve is not finite: where it ends, or above if it goes on later; and says so."""
+    """Marks where a curve is not finite: at its end, or above a gap. Returns what the marks mean."""
     there = np.flatnonzero(np.isfinite(mean))
     if not there.size:
         return set()
@@ -124,7 +123,7 @@ def _crosses(ax: Axes, x: Any, mean: Any, top: float, colour: str) -> set[str]:
 def _band_note(
     arrays: Mapping[str, np.ndarray], seen: tuple[float, float], interval: str
 ) -> list[tuple[Any, str]]:
-    """What explains the bands, if there are any."""
+    """The entry of the legend that explains the bands, if there are any."""
     _, mean, low, high = np.concatenate([np.empty((4, 0)), *arrays.values()], 1)
     if not (low < high)[np.isfinite([mean, low, high]).all(0)].any():
         return []
@@ -141,10 +140,10 @@ def loss_against_rate(
     interval: str = _INTERVAL,
     names: Sequence[str] = (),
 ) -> None:
-    """The loss at every learning rate that was tried, and which is each method's best.
+    """The loss at every learning rate that was tried, with a ring around each method's best.
 
-    Above the axes a strip has a row for each method with a rate at which a run diverged, a cross, or at
-    which the loss is so high that it would flatten all others: its number.
+    A strip above the axes shows the rates that have no place in them, in one row for each method: a
+    cross where a run diverged, and a number where the loss is so high that it would flatten all others.
     """
     known = [e for at in by_method.values() for e in at.values() if _has_mean(e)]
     usual = float(np.median([e.mean for e in known])) if known else math.nan
@@ -193,7 +192,7 @@ def loss_against_rate(
 
 
 def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str]) -> tuple[Axes, Axes]:
-    """Axes with a logarithmic x, and above them a strip with `rows` for what has no place in them."""
+    """Axes with a logarithmic x, and a strip of `rows` above them for values with no place in them."""
     if not rows:
         ax = top = sheet.axes(fig, xlabel, ylabel)
     else:
@@ -217,7 +216,7 @@ def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str])
 
 
 def _row_of_strip(top: Axes, row: int, at: Iterable[tuple[float, decide.Estimate]], colour: str) -> None:
-    """A cross for what diverged, and the numbers of the others."""
+    """Draws a cross where a run diverged, and the number of the loss elsewhere."""
     for rate, e in sorted(at, key=lambda pair: pair[0]):
         if _has_mean(e):
             top.plot([rate], [row], "")  # so that the axes reach as far
@@ -237,10 +236,10 @@ def bars_with_intervals(
     kind: Callable[[str], str] = lambda name: name,
     log: bool = False,
 ) -> None:
-    """A row for each method: its mean, the interval, and both in numbers. A line at 0 if it is in sight.
+    """A row for each method: its mean, the interval, and both in numbers. There is a line at 0.
 
-    Dots, not bars: a bar must begin at 0, and hides small differences of large losses. Methods of one
-    `kind` have one colour, by default each its own.
+    Means are dots: bars would have to begin at 0, and would hide small differences of large losses.
+    Methods of one `kind` have one colour; by default each method is a kind of its own.
     """
     labels = [sheet.plain(name, 34) for name in by_method]
     lines = max((label.count("\n") + 1 for label in labels), default=1)
@@ -296,9 +295,10 @@ def heat_map(
     ticks: tuple[Sequence[str], Sequence[str]] | None = None,
     missing: str = "diverged",
 ) -> None:
-    """`values` [y, x] in colours that `label` explains; hatched where they are not finite: `missing`.
+    """`values` [y, x] in colours that `label` explains.
 
-    `x` and `y` ascend; `ticks` are names for them. `marks` are points (x, y), named below the map.
+    Values that are not finite are hatched, and `missing` says why they are not there. `x` and `y`
+    ascend, and `ticks` are names for them. `marks` are points (x, y), which are named below the map.
     """
     z = np.ma.masked_invalid(np.asarray(values, float))
     if z.shape != (len(y), len(x)):
@@ -346,7 +346,7 @@ def columns(estimates: Iterable[decide.Estimate]) -> np.ndarray:
 
 
 def _bars(estimates: Iterable[decide.Estimate]) -> np.ndarray:
-    """The lengths of error bars [2, n]; none where there is one seed."""
+    """The lengths of error bars [2, n]; 0 for a single seed, which has no interval."""
     mean, low, high = columns(estimates)
     bars = np.array([mean - low, high - mean])
     return np.where(np.isfinite(bars), bars, 0)

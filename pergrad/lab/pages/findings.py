@@ -1,8 +1,8 @@
-"""From tuned methods to a page: what was tried, how each did, and what may be said about it.
+"""From tuned methods to a page: what was tried, how each method did, and what that shows.
 
-The rule is fixed here, before any run: every method is compared with the first one of its batch size,
-on the half of the validation data that chose nothing, paired by seeds, at a level that all claims share
-(see `decide`).
+The rule is fixed here, before any run: every method is compared with the first one of its batch size, on
+the half of the validation data that did not choose the learning rate, paired by seeds, at a level that
+all claims share (see `decide`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Curve = tuple[Any, Any, Any, Any]  # examples seen, and the mean over seeds with
 
 
 def write(tuned: Mapping[str, sweep.Tuned], root: Path, out: Path, *, title: str, command: str) -> Path:
-    """`results.jsonl` with every run, `report.html`, and the figures; returns the path of the page."""
+    """Writes `results.jsonl` with every run, the figures, and `report.html`, whose path is returned."""
     return report.write(page(tuned, root, title=title, command=command), out, rows(tuned))
 
 
@@ -71,7 +71,7 @@ def count(tuned: Mapping[str, sweep.Tuned]) -> str:
 
 
 def configs(tuned: Mapping[str, sweep.Tuned]) -> set[Train]:
-    """Of all runs."""
+    """The configurations of all runs."""
     return {
         dataclasses.replace(own.method, learning_rate=rate, seed=seed)
         for own in tuned.values()
@@ -147,7 +147,7 @@ def at_best(
 
 
 def _by_rate(own: sweep.Tuned) -> dict[float, decide.Estimate]:
-    """Of the seeds that ran at every rate: at the chosen one there may be more."""
+    """The loss at each rate, over the seeds that ran at all rates (more ran at the chosen one)."""
     seeds = [seed for seed in own.reported if all(seed in runs for runs in own.runs.values())]
     return {
         rate: decide.estimate([sweep.loss_of(runs[seed], "tune_loss") for seed in seeds])
@@ -189,10 +189,10 @@ def metric(runs: Sequence[Path], key: str = "loss") -> list[list[float | None]]:
 
 
 def curve(runs: Sequence[Sequence[float | None]], batch_size: int) -> Curve:
-    """Of a number at each step of each run, in up to `SMOOTHED` points.
+    """The curve, in up to `SMOOTHED` points, of numbers that each run has at each step.
 
-    A run that ends with None has diverged there. One that is shorter than the others counts as far as it
-    came.
+    A run that ends with None has diverged there. A run that is shorter than the others counts as far as
+    it came.
     """
     steps = max(map(len, runs))
     ends = np.cumsum([len(part) for part in np.array_split(np.arange(steps), min(SMOOTHED, steps))])

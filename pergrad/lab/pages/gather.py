@@ -1,9 +1,10 @@
 """From the directories of runs, done or not, to a page about them.
 
-Runs that differ in the seed alone are one method. It is named by its optimizer and by the options in
-which the runs differ. Nothing is tuned here: whoever made the runs chose their options, and the page
-says so. Methods are compared if they have the same data and the same seeds, and all their runs are done:
-each with the first of them, paired by seeds, at a level that all claims share (see `decide`).
+Runs that differ in the seed alone are one method. A method is named by its optimizer and by the options
+in which the methods differ. Nothing is tuned here: whoever made the runs chose their options, and the
+page says so. Methods are compared if they have the same data and the same seeds, and all their runs are
+done. Each is compared with the first of them, paired by seeds, at a level that all claims share (see
+`decide`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pergrad.lab.pages import figures, report
 from pergrad.lab.pages.findings import Curve, curve
 from pergrad.lab.run import records
 
-FEW_LAYERS = 14  # as many lines as a figure holds
-FEW_METHODS = 6  # as many figures of layers as a page holds
+FEW_LAYERS = 14  # lines that a figure has room for
+FEW_METHODS = 6  # figures of layers that a page has room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,25 +51,25 @@ class Found:
 
     @property
     def method(self) -> tuple[Train, str]:
-        """All but the seed."""
+        """What defines the method of a run: its configuration without the seed, and its data."""
         return dataclasses.replace(self.config, seed=0), self.digest
 
 
-Methods = Mapping[str, Sequence[Found]]  # each with a run at least, no seed twice
+Methods = Mapping[str, Sequence[Found]]  # a method has at least one run, and one run for a seed
 
 
 def write(paths: Sequence[Path], out: Path, *, command: str) -> Path:
-    """`results.jsonl`, `report.html` and the figures, of all runs in `paths`; the path of the page."""
+    """Writes `results.jsonl`, figures and page of all runs in `paths`; returns the page's path."""
     found = find(paths)
     methods = group(found)
     return report.write(page(methods, command=command), out, _results(methods))
 
 
-# What there is.
+# The runs.
 
 
 def find(paths: Sequence[Path]) -> list[Found]:
-    """The runs that `paths` are, or contain at any depth, in the order of `paths`."""
+    """The runs in `paths`, each the directory of a run or one that contains runs, at any depth."""
     if not paths:
         raise LabError("which runs? Name their directories, such as runs/first.")
     found: dict[Path, Found] = {}
@@ -113,7 +114,7 @@ def _read(path: Path) -> Found:
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows that are whole: the last line of a run that is not done may be half written."""
+    """The rows that are complete. The last line of a run that is not done may be half written."""
     try:
         *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
         rows = [json.loads(line) for line in lines]
@@ -126,7 +127,7 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def group(found: Sequence[Found]) -> dict[str, list[Found]]:
-    """Runs by the name of their method, as they come. Of a run that is there twice, the longer one."""
+    """Runs by the name of their method. Of two runs with one method and seed, the longer one counts."""
     methods: dict[Any, dict[int, Found]] = {}
     for run in found:
         by_seed = methods.setdefault(run.method, {})
@@ -160,7 +161,7 @@ def _flat(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, An
 
 
 def _said(option: str, value: Any) -> str:
-    """`model.width`, 64 as "width 64"; "no clip" where there is none."""
+    """An option in words: `model.width` of 64 is "width 64", and `clip` of None is "no clip"."""
     words = option.removeprefix("model.").replace("_", " ")
     return (
         f"no {words}" if value is None else f"{words} {f'{value:g}' if type(value) is float else value}"
@@ -252,13 +253,13 @@ def _examples(config: Train) -> str:
 
 
 def _final(runs: Sequence[Found]) -> dict[int, float]:
-    """Of runs that are done, by seed."""
+    """The final loss of the runs that are done, by seed."""
     ends = {run.config.seed: run.result for run in runs}
     return {s: sweep.loss_of(end, "test_loss") for s, end in ends.items() if end is not None}
 
 
 def _verdicts(methods: Methods) -> tuple[list[decide.Verdict], str]:
-    """Of all methods that can be compared, and a sentence on those that cannot."""
+    """The verdicts on all methods that can be compared, and a sentence on the others."""
     alike: dict[Any, list[str]] = {}
     for name, own in methods.items():
         if all(run.result is not None for run in own):
@@ -359,7 +360,7 @@ def _layer(path: str) -> str:
 
 
 def _curves(methods: Methods, number: Callable[[Mapping[str, Any]], Any]) -> dict[str, Curve]:
-    """Of one of the noise diagnostics, at the steps that have it: infinite ones are left out."""
+    """The curves of one noise diagnostic over the steps that have it. Infinite values are left out."""
     out = {}
     for name, own in methods.items():
         at: dict[int, list[float]] = {}
@@ -391,7 +392,7 @@ def _lines(
 
 
 def _number(x: Any) -> float | None:
-    """None for what is not finite, or no number."""
+    """`x` as a float; None if it is not finite, or not a number."""
     return float(x) if isinstance(x, int | float) and math.isfinite(x) else None
 
 

@@ -1,9 +1,9 @@
 """One HTML page that says what a study asked, ran and found, with its figures inside.
 
 The page opens without a network, and without the directory it was written to: figures are in it as PNG,
-styles as CSS, and there is no script. Nothing in it depends on the time: the same results give the same
-bytes, so that reports can be compared. Everything a study hands in is text: it is escaped, in attributes
-too.
+styles as CSS, and there is no script. Nothing in it depends on the time, so the same results give the
+same bytes, and reports can be compared. Everything that a study hands in is treated as text and escaped,
+in attributes too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pergrad.lab.pages import sheet
 
 @dataclass(frozen=True)
 class Figure:
-    """`draw` is given an empty matplotlib figure. The title is drawn in it; the caption stands below."""
+    """`draw` is given an empty matplotlib figure. The title is drawn in it, the caption below it."""
 
     title: str
     caption: str
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """Of `text`, blank lines separate the paragraphs; those indented by 4 spaces are code."""
+    """Blank lines separate the paragraphs of `text`; a paragraph indented by 4 spaces is code."""
 
     title: str
     text: str
@@ -65,9 +65,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What was asked, claimed beforehand and run, what came of it, and what one needs to run it again.
+    """The question, the claim that was made beforehand, what was run, what was found, and all settings.
 
-    `ran` is text like that of a section. `config` has versions, commit, seeds; it may be nested.
+    `ran` is text like that of a section. `config` has what one needs to run it again: versions, commit,
+    seeds. It may be nested.
     """
 
     title: str
@@ -79,10 +80,11 @@ class Page:
 
 
 def write(page: Page, out: Path, rows: Iterable[Mapping[str, Any]] = ()) -> Path:
-    """Writes `out`/report.html and returns its path; figures also to `out`/figures/, as PNG and SVG.
+    """Writes `out`/report.html and returns its path.
 
-    `rows` are what the page is made from, for `out`/results.jsonl, null where a number is not finite.
-    The HTML comes last and at once: whoever reads it sees the former page or the new one.
+    Figures also go to `out`/figures/, as PNG and SVG. `rows`, the numbers of the page, go to
+    `out`/results.jsonl, with null where a number is not finite. The HTML is written last, and as a
+    whole, so that a reader sees the former page or the new one.
     """
     html = out / "report.html"
     lines = "".join(files.to_json(row) + "\n" for row in rows)
@@ -93,7 +95,7 @@ def write(page: Page, out: Path, rows: Iterable[Mapping[str, Any]] = ()) -> Path
         png, svg = sheet.render(figure.title, figure.draw)
         pictures.append(png)
         contents |= {out / "figures" / f"{name}.png": png, out / "figures" / f"{name}.svg": svg}
-    # A file name may hold bytes that are no text.
+    # The page may contain file names with bytes that are not text.
     contents[html] = _html(page, pictures).encode(errors="backslashreplace")
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ def write(page: Page, out: Path, rows: Iterable[Mapping[str, Any]] = ()) -> Path
 
 
 def _file_names(titles: Iterable[str]) -> Iterator[str]:
-    """Names of files, of letters, digits and hyphens; different ones also where titles are alike."""
+    """A file name for each title, of letters, digits and hyphens. Equal titles have different names."""
     taken: Counter[str] = Counter()
     for title in titles:
         letters = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
@@ -194,7 +196,7 @@ def _cell(text: str) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """A number, perhaps with something behind it, or a word in its place."""
+    """Whether a cell is a number, perhaps with words after it, or a word in the place of a number."""
     return re.match(r"[-+−]?\.?\d|([-–]|diverged|nan|-?inf|)$", cell) is not None
 
 
@@ -213,7 +215,7 @@ def _verdicts(verdicts: Sequence[decide.Verdict]) -> str:
 
 
 def settings(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """For `Page.config`: what all methods share, once, and of each method only what differs."""
+    """Settings for `Page.config`: those that all methods share once, and the others by method."""
     flat = {name: dict(_flat(config)) for name, config in methods.items()}
     first = next(iter(flat.values()))
     shared = {key: x for key, x in first.items() if all(own.get(key) == x for own in flat.values())}

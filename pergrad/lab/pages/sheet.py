@@ -1,8 +1,8 @@
 """The sheet that a figure is drawn on: its style, labels and legend, and what part of the data is seen.
 
-Every figure of the lab keeps two rules. Every value is seen: one that would flatten all others is left
-out of the axes, but an arrow stands at their edge, and its number is written on the sheet. And every
-label can be read: the sheet grows until the names fit, none is cut and none covers another.
+Every figure of the lab keeps two rules. Every value is seen: a value that would flatten all others lies
+outside the axes, but an arrow at their edge points to it, and its number is written on the sheet. And
+every label can be read: the sheet grows until the names fit, so that none is cut or covers another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from matplotlib.figure import Figure as Sheet
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-# Okabe and Ito's.
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", "-.", ":")
@@ -47,15 +47,15 @@ _STYLE = {
     "ytick.color": "#444444",
 }
 LINE = 0.17  # inches: the height of a line of small letters
-FLATTENED = 4  # how many times higher axes may become for the values that are not usual
-_ROOM_BESIDE = 3.5  # inches: the legends up to this height fit beside axes of the usual height
+FLATTENED = 4  # how many times as high axes may become for the sake of unusual values
+_ROOM_BESIDE = 3.5  # inches: a legend up to this height fits beside axes of the usual height
 
 
 def render(title: str, draw: Callable[[Sheet], None]) -> tuple[bytes, bytes]:
     """A figure with its title, as PNG and as SVG."""
     png, svg = io.BytesIO(), io.BytesIO()
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
-        # The font has no Chinese, say. A box in a picture is no reason to lose the page.
+        # The font may lack a letter (it has no Chinese). A box in its place does not spoil the page.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         sheet = Sheet(layout="constrained")
         draw(sheet)
@@ -80,7 +80,7 @@ def label(ax: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def look_of(name: str, names: Sequence[str]) -> dict[str, Any]:
-    """Colour, marker and dash of a method, by its place among all."""
+    """Colour, marker and dash of a method, which follow from its place among all methods."""
     i = list(names).index(name)
     colour, dash = _COLOURS[i % len(_COLOURS)], DASHES[i // len(_COLOURS) % len(DASHES)]
     return {"color": colour, "marker": marker(i), "ls": dash}
@@ -91,12 +91,12 @@ def marker(i: int) -> str:
 
 
 def grey(**look: Any) -> Line2D:
-    """What explains a mark that all methods share."""
+    """A grey mark for a legend, which explains a mark that all methods share."""
     return Line2D([], [], **({"color": "#666666", "ls": "", "ms": 7} | look))
 
 
 def legend(fig: Sheet, ax: Axes, entries: Sequence[tuple[Any, str]]) -> None:
-    """Beside the axes if it is no higher than they are; else below them, in two columns."""
+    """Draws a legend beside the axes if it fits there; else below them, in two columns."""
     handles = [handle for handle, _ in entries]
     beside = [_lines(said, 28) for _, said in entries]
     look = {"labelspacing": 0.7, "fontsize": 9}
@@ -114,7 +114,7 @@ def _lines(text: str, width: int) -> str:
 
 
 def _height(labels: Sequence[str]) -> float:
-    """Of a column of a legend, in inches."""
+    """The height of a column of a legend, in inches."""
     return sum(LINE * (said.count("\n") + 1) + 0.09 for said in labels)
 
 
@@ -124,12 +124,12 @@ def _height(labels: Sequence[str]) -> float:
 def limits(
     mean: Any, low: Any, high: Any, *, usual: float | None = None, log: bool = False
 ) -> tuple[float, float] | None:
-    """Limits that contain the means, and the intervals but for those far wider than the others.
+    """Limits that contain the means, and their intervals unless those are far wider than the others.
 
-    A loss that exploded would flatten all others: what is far above `usual`, by default three quarters
-    of the means, is outside, with its interval. Far is `FLATTENED` times what the usual ones span. A
-    logarithmic axis has room for all of them, but values that are not above 0 are outside. None if there
-    is nothing to see. Whoever sets these limits marks what is outside.
+    A loss that exploded would flatten all others. So a mean far above `usual` (by default, above three
+    quarters of the means) is outside, with its interval: "far" is `FLATTENED` times the span of the
+    usual means. A logarithmic axis has room for all values above 0. The result is None if there is
+    nothing to see. The caller marks the values that are outside.
     """
     known = np.array([mean, low, high], float)
     if log:
@@ -153,7 +153,8 @@ def limits(
 def outside(values: Any, seen: tuple[float, float]) -> Iterator[tuple[int, float, bool]]:
     """Where finite values leave the limits `seen`.
 
-    For every stretch that is outside: the index and value of the farthest, and whether it is above.
+    It yields, for every stretch of values outside, the index and the value of the farthest one, and
+    whether it is above.
     """
     values = np.where(np.isfinite(values), values, math.nan)
     side = (values > seen[1]).astype(int) - (values < seen[0])
@@ -165,28 +166,28 @@ def outside(values: Any, seen: tuple[float, float]) -> Iterator[tuple[int, float
 
 
 def is_cut(low: Any, high: Any, seen: tuple[float, float]) -> bool:
-    """Whether an interval goes on outside the limits. One of a single seed is not drawn at all."""
+    """Whether an interval goes on outside the limits. The interval of a single seed is not drawn."""
     low, high = np.asarray(low, float), np.asarray(high, float)
     known = np.isfinite(low) & np.isfinite(high)
     return bool((known & ((low < seen[0]) | (high > seen[1]))).any())
 
 
 def arrow(ax: Axes, x: float, y: float, to: str, colour: str) -> None:
-    """At the edge of the axes, to a value that is outside: `to` is one of ^ v < >."""
+    """Draws an arrow at the edge of the axes to a value outside. `to` is one of ^ v < >."""
     ax.plot([x], [y], to, color=colour, ms=8, mec="white", mew=0.8, clip_on=False, zorder=6)
 
 
 def ticks(axis: Axis, values: Iterable[float], log: bool) -> None:
-    """Ticks at the values themselves, if there is room for their names."""
+    """Sets ticks at the values themselves, if there is room for their labels."""
     points = np.array(sorted(set(values)))
-    steps = np.diff(np.log(points) if log else points)
-    if len(points) <= 10 and (not len(steps) or steps.min() > 0.08 * steps.sum()):
+    gaps = np.diff(np.log(points) if log else points)
+    if len(points) <= 10 and (not len(gaps) or gaps.min() > 0.08 * gaps.sum()):
         axis.set_ticks(points.tolist(), labels=[short(v) for v in points])
         axis.set_minor_locator(NullLocator())
 
 
 def plain_log(axis: Axis) -> None:
-    """1, 2, 5, 10 and not powers; fewer where there are many decades."""
+    """Labels a logarithmic axis with 1, 2, 5, 10, not with powers, and with fewer over many decades."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1, 3)))
     axis.set_major_formatter(lambda value, _: short(value))
@@ -204,6 +205,6 @@ def short(value: float) -> str:
 
 
 def plain(text: str, width: int) -> str:
-    """Text for matplotlib, in lines of at most `width`: a dollar is a dollar, no byte is lost."""
+    """Text for matplotlib, in lines of at most `width`, with dollars and odd bytes escaped."""
     text = text.encode(errors="backslashreplace").decode().replace("$", r"\$")
     return textwrap.fill(text, width)

@@ -3,10 +3,10 @@
     checkpoints/100/state/           the arrays, as orbax writes them
     checkpoints/100/checksums.json   the run, and the SHA-256 of these files and of the metrics so far
 
-The checksums are written when everything else is, and older checkpoints are deleted after that. So
-whenever a run is killed, its last checkpoint with checksums is whole, and one without them was not
-written to its end. Files are read by orbax only if their checksums are right: a damaged file may
-otherwise be read without an error, as other numbers.
+The checksums are written after everything else, and older checkpoints are deleted after that. So
+whenever a run is killed, its last checkpoint with checksums is whole, and a checkpoint without checksums
+was not written to its end. Orbax reads files only if their checksums are right: without that check it
+may read other numbers from a damaged file, and raise no error.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ UNFINISHED = f"was not written to its end: it has no {CHECKSUMS}"
 
 @functools.cache
 def _let_one_device_write() -> None:
-    """What several devices have is written by one of them, in all of this process.
+    """Lets one device write an array of which several devices have copies. It holds for this process.
 
-    To share that takes longer for states of this size, and does not work with JAX before 0.8.
+    Sharing the work among the devices takes longer for states of this size, and does not work with JAX
+    before 0.8.
     """
     handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     logger = logging.getLogger("absl")  # where orbax would tell that its own handler is replaced
@@ -46,7 +47,7 @@ def _let_one_device_write() -> None:
 
 
 class Checkpoints:
-    """A run's checkpoints, in `path`; `run` is what they must belong to."""
+    """A run's checkpoints, in `path`. `run` is the digest of the run that they must belong to."""
 
     def __init__(self, path: Path, run: str, keep: int) -> None:
         self.path, self.run, self.keep = path, run, keep
@@ -79,7 +80,7 @@ class Checkpoints:
         return None
 
     def save(self, step: int, state: Any, metrics: str) -> None:
-        """The state after so many steps. Then all but the last `keep` checkpoints are deleted."""
+        """Saves the state after `step` steps. Then all but the last `keep` checkpoints are deleted."""
         leaves = {str(i): _storable(x) for i, x in enumerate(jax.tree.leaves(state))}
         with disk_errors(self.path):
             self._manager.save(
@@ -93,14 +94,14 @@ class Checkpoints:
                 self._manager.delete(step)
 
     def read(self, step: int, like: Any) -> Any:
-        """The state after so many steps, from a checkpoint without defects."""
+        """The state after `step` steps, from a checkpoint without defects."""
         leaves, tree = jax.tree.flatten(like)
         wanted = {str(i): _storable(x) for i, x in enumerate(leaves)}
         try:
             found = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             )["state"]
-        except Exception as error:  # what orbax raises depends on what it does not like
+        except Exception as error:  # orbax raises errors of many classes
             reason = str(error).split("\n")[0]
             raise LabError(
                 f"the checkpoint {self.path / str(step)} cannot be read ({reason}). If another version "
@@ -110,7 +111,7 @@ class Checkpoints:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Made when the directory is in order: orbax looks at what is there once."""
+        """Orbax's manager. It reads the directory once, so damaged checkpoints are moved before."""
         _let_one_device_write()
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
         with disk_errors(self.path):
@@ -134,7 +135,7 @@ def _checksum(file: Path) -> str:
 
 
 def _storable(x: Any) -> Any:
-    """Keys as the numbers they are made of."""
+    """An array that orbax can store: random keys become the numbers they are made of."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 

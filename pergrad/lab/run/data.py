@@ -6,7 +6,8 @@ ones, are cut into three blocks instead.
 
 Two runs are compared on the same examples in the same order, whatever their batch sizes: the windows of
 the train part are shuffled anew in every epoch, by the seed alone, and batch number `step` of size B is
-the windows step B ... (step + 1) B - 1 of that endless stream. Going on with a run is indexing.
+the windows step B ... (step + 1) B - 1 of that endless stream. A run that goes on needs only the number
+of its next step to find its place in the data.
 
 Grain's own `source(...).shuffle(seed).repeat().batch(B)` is such a stream too, but takes tens of
 microseconds for every window, and its epoch e with the seed s is epoch 0 with the seed s + e: runs with
@@ -36,7 +37,7 @@ from pergrad.lab.errors import LabError
 
 SHARES = {"train": 0.90, "tune": 0.05, "test": 0.05}
 STDLIB_BYTES = 8_000_000
-# What is built for a machine (`_is_built`) is left out too.
+# Folders that are left out. Files that were written when Python was built (`_is_built`) are, too.
 NOT_STDLIB = {
     *("test", "tests", "site-packages", "dist-packages", "__pycache__"),
     *("idlelib", "lib2to3", "turtledemo"),  # programs, not the library
@@ -50,7 +51,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text as tokens, 1-D int32 arrays; two runs with the same `digest` saw the same data."""
+    """Text as tokens, in 1-D int32 arrays. Two corpora with the same `digest` have the same tokens."""
 
     name: str
     vocabulary: int
@@ -77,11 +78,11 @@ def load_text(
     """The text at `path`: a file, a folder, a pattern like "books/*.txt", or Python's own library.
 
     "stdlib" is the *.py files of the standard library without `NOT_STDLIB`, in the order of a hash of
-    their path, as far as they fit into 8 MB. Of folders and patterns, what is hidden, cannot be read or
-    is not UTF-8 text is skipped. A single file may be anything.
+    their path, as far as they fit into 8 MB. Of a folder or a pattern, those files are skipped that are
+    hidden, cannot be read or are not UTF-8 text. A single file may have any content.
 
     `tokens` are "bytes", or "bpe": byte-level BPE with `vocabulary` entries, trained on the train part.
-    It takes a while, so its tokens are kept in `cache_dir`, `~/.cache/pergrad` if not given.
+    Training BPE takes a while, so the tokens are kept in `cache_dir`, by default `~/.cache/pergrad`.
     """
     if tokens not in ("bytes", "bpe"):
         raise LabError(f'{path}: there are no tokens {tokens!r}; choose "bytes" or "bpe"')
@@ -109,7 +110,8 @@ def load_text(
 def batches(corpus: Corpus, *, context: int, batch_size: int, seed: int) -> grain.MapDataset:
     """`batches(...)[step]` is int32 [batch_size, context + 1]: see the module's docstring.
 
-    The windows do not overlap. Every one comes once in every epoch; a batch may reach into the next.
+    The windows do not overlap. Each window comes once in every epoch, and a batch may reach from one
+    epoch into the next.
     """
     windows = _windows(corpus.train, context, f"{corpus.name}: the train part")
     return _endless(windows.__getitem__, len(windows), batch_size, seed)
@@ -176,7 +178,7 @@ def _endless(
 
 @functools.lru_cache(maxsize=4)
 def _order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers below n, shuffled. NumPy promises the raw bits of PCG64, unlike its permutations."""
+    """The numbers below n, shuffled. NumPy promises the bits of PCG64, but not its permutations."""
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
     order = np.argsort(bits, kind="stable")
     order.flags.writeable = False
@@ -207,7 +209,7 @@ Files = list[tuple[str, bytes]]  # with the path from the corpus's root, sorted 
 
 
 def _read(path: str) -> tuple[str, Files]:
-    """A name and the files that are not empty."""
+    """The name of the text at `path`, and its files that are not empty."""
     try:
         name, files = _found(path)
     except OSError as error:
@@ -234,7 +236,7 @@ def _found(path: str) -> tuple[str, Files]:
 
 
 def _texts(root: Path, paths: Iterable[Path]) -> Files:
-    """Those that can be read and are text: UTF-8 without a zero byte."""
+    """The files that can be read and are text: UTF-8 without a zero byte."""
     found = []
     for path in paths:
         try:
@@ -255,7 +257,7 @@ def _walk(root: Path, skipped: Iterable[str] = ()) -> Iterable[Path]:
 
 
 def _stdlib_paths(root: Path) -> Iterable[Path]:
-    """As many as fit into `STDLIB_BYTES`, in the order of their hashes."""
+    """As many files of the library as fit into `STDLIB_BYTES`, in the order of their paths' hashes."""
     found = [
         path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py" and not _is_built(path, root)
     ]
@@ -279,10 +281,11 @@ def _is_built(path: Path, root: Path) -> bool:
 def _split(files: Files) -> tuple[Parts, bool]:
     """Train, tune and test, and whether the text was cut into blocks.
 
-    Files with the same content stay together. They are taken in the order of a hash of their (first)
-    path, and the next always goes to the part that has the least of its share of bytes: tune and test
-    are never more than one file off. The size of a file has no say, but those larger than a whole part
-    go to train, before all others. If they make up most of the text, it is cut instead.
+    Files with the same content stay together. Files are taken in the order of a hash of their (first)
+    path, and each goes to the part that so far has the least of its share of bytes, so that tune and
+    test are never more than one file away from their shares. The size of a file does not matter, with
+    one exception: files larger than the whole test part go to train, before all others. If such files
+    make up most of the text, the text is cut into blocks instead.
     """
     copies: dict[bytes, list[str]] = {}
     for path, text in files:
@@ -322,7 +325,7 @@ def _between_characters(text: bytes, at: int) -> int:
 def _bpe(path: str, parts: Parts, vocabulary: int) -> dict[str, np.ndarray]:
     """The tokens of every part, as uint16, and the `tokenizer`, as JSON.
 
-    Every file is encoded for itself, so that no token reaches over the end of one.
+    Every file is encoded by itself, so that no token reaches over the end of a file.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -361,7 +364,7 @@ def _cached(path: Path) -> dict[str, np.ndarray] | None:
 
 
 def _store(path: Path, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """Writes the file and moves it into place whole, whoever else is writing the same."""
+    """Writes the file and moves it into place whole, even if other processes write the same file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -374,7 +377,7 @@ def _store(path: Path, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndar
     return arrays
 
 
-# What a corpus is called.
+# Names and digests of data.
 
 
 def _hash(path: str) -> bytes:
@@ -382,7 +385,7 @@ def _hash(path: str) -> bytes:
 
 
 def _digest(named: Mapping[str, Iterable[Any]]) -> str:
-    """Of the bytes of arrays, with names and sizes, so that moving an end makes a difference."""
+    """A digest of named arrays and their sizes, so that it changes if a byte moves to the next array."""
     digest = hashlib.sha256()
     for name, arrays in named.items():
         for array in arrays:

@@ -2,11 +2,11 @@
 
 The mesh has two axes. `data` shares the examples: every device reduces the gradients of its own. `model`
 shares the parameters, and with them their statistics and the optimizer's state: matrices that lead into
-heads, hidden features or logits are divided by their outputs, those that lead back by their inputs, so
-that each pair of them needs one sum over devices.
+heads, hidden features or logits are divided by their outputs, and matrices that lead back are divided by
+their inputs, so that each pair of matrices needs one sum over devices.
 
-All processes run the same program on the same batches, of which each keeps what its devices need. The
-first one writes.
+All processes run the same program on the same batches, and each process keeps the part of a batch that
+its devices need. The first process writes the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pergrad.lab.run import peers
 from pergrad.lab.run.peers import Peers, end
 
 AXES = ("data", "model")
-LEADING_BACK = {"out", "down"}  # layers whose inputs are shared: see `model.Block`
+LEADING_BACK = {"out", "down"}  # layers that are divided by their inputs: see `model.Block`
 JAX_PATIENCE = 10  # time-outs until JAX, too, takes a silent process for dead: `Peers` comes first
 
 Tree = Any
@@ -45,11 +45,11 @@ class Place:
 
     @property
     def batch_axis(self) -> str | None:
-        """What `spmd_axis_name` is."""
+        """The `spmd_axis_name` of `pg.value_and_stats`."""
         return None if self.mesh is None else "data"
 
     def check(self, batch_size: int) -> None:
-        """That the examples can be shared."""
+        """Raises an error if the devices cannot share the examples of a batch."""
         if self.mesh is not None and batch_size % self.mesh.shape["data"]:
             raise LabError(
                 f"{batch_size} examples cannot be divided among the {self.mesh.shape['data']} devices "
@@ -57,7 +57,7 @@ class Place:
             )
 
     def examples(self, batch: Tree) -> Tree:
-        """A batch, shared out if it can be."""
+        """A batch, divided among the devices if they divide its size."""
         if self.mesh is None:
             return batch
         size = len(jax.tree.leaves(batch)[0])
@@ -66,11 +66,11 @@ class Place:
         return jax.tree.map(lambda x: _spread(x, sharding), batch)
 
     def spread(self, state: Tree) -> Tree:
-        """Parameters, and what has the same names in its tree, on their devices."""
+        """Puts parameters, and states whose trees have the same names, on their devices."""
         return self._map(_spread, state)
 
     def kept(self, state: Tree) -> Tree:
-        """The same under `jit`: what a step returns lies where it lay before."""
+        """The same as `spread` under `jit`: the state that a step returns stays on its devices."""
         return self._map(jax.lax.with_sharding_constraint, state)
 
     def _map(self, put: Any, state: Tree) -> Tree:
@@ -92,7 +92,7 @@ def _spec(path: Any, x: Any, parts: int) -> P:
 
 
 def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, of which each keeps the parts of its devices."""
+    """Divides an array that every process has: each process keeps the parts of its own devices."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _spread(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -101,7 +101,7 @@ def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def make_place(mesh: str | None) -> Place:
-    """From the command line's `data=2,model=2`."""
+    """The place that the command line names, such as `data=2,model=2`."""
     if mesh is None:
         if jax.process_count() > 1:
             raise LabError(
@@ -196,13 +196,13 @@ def from_first(choose: Callable[[], int]) -> int:
 
 
 def wait_for_others(what: str) -> None:
-    """Until all processes have come to this point."""
+    """Waits until all processes have come to this point."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
 
 def check_same(what: str, digest: str) -> None:
-    """That all processes have the same."""
+    """Raises an error if `digest` is not the same in all processes."""
     if jax.process_count() > 1:
         number = np.uint32(int(digest[:8], 16))
         found = np.ravel(multihost_utils.process_allgather(number))
@@ -215,9 +215,10 @@ def check_same(what: str, digest: str) -> None:
 
 @contextlib.contextmanager
 def together(here: Peers | None) -> Iterator[None]:
-    """An error in here ends one of several processes at once, and tells the others.
+    """An error inside this context ends one of several processes at once, and tells the others.
 
-    At its ordinary end it would wait for the others, which wait for its part of some result.
+    Without it the process would wait for the others at its end, while they wait for its part of a
+    result.
     """
     try:
         yield

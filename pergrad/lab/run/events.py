@@ -22,9 +22,9 @@ FLUSHED = 1.0  # seconds between writing to disk: TensorBoard looks every few se
 class Events:
     """Passes on to another observer what it sees, and writes event files in `run_dir/tensorboard`.
 
-    They are begun anew when a run is, or goes on: what `metrics.jsonl` has already is written first, and
-    steps that a killed run did after its last checkpoint are not there twice. What is older than
-    `FLUSHED` seconds when a step is told is on disk.
+    The event files are begun anew whenever a run begins or goes on. The metrics that `metrics.jsonl` has
+    already are written first, so that steps which a killed run did after its last checkpoint are not
+    there twice. At each step, events older than `FLUSHED` seconds are written to disk.
     """
 
     def __init__(self, run_dir: Path, observer: Observer) -> None:
@@ -64,13 +64,13 @@ class Events:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """At the end of a run, or of what was done of it."""
+        """Closes the file, at the end of a run or when it is interrupted."""
         if self._writer is not None:
             with disk_errors(self.out):
                 self._writer.close()
 
     def write_all(self) -> None:
-        """What there is about a run that was done before: it has not been started."""
+        """Writes the metrics of a run that was done before, and so was not started."""
         if self._writer is None:
             self._begin()
 

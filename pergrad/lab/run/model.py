@@ -1,4 +1,4 @@
-"""What is trained: a pre-norm decoder-only transformer, and a small convolutional network for images.
+"""The models: a pre-norm decoder-only transformer, and a small convolutional network for images.
 
 Shapes are named by their axes: B examples, T positions, D features, H heads, K features of a head, V
 tokens. Weights start with the variance 1 / (number of inputs).
@@ -102,7 +102,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def text_loss(graph: Any, params: Any, windows: jax.Array) -> jax.Array:
-    """Of windows [B, T + 1]: every position predicts the next token."""
+    """The loss of windows [B, T + 1], in which every position predicts the next token."""
     return cross_entropy(nnx.merge(graph, params)(windows[:, :-1]), windows[:, 1:])
 
 

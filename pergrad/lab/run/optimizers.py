@@ -1,6 +1,7 @@
-"""From a configuration to an optimizer with the learning rate 1: the loop multiplies by the schedule.
+"""From a configuration to an optimizer with the learning rate 1.
 
-So runs that differ in the learning rate alone are the same program, and compile once.
+The training loop multiplies its updates by the learning rate of the step. So runs that differ in the
+learning rate alone are the same program, which is compiled once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pergrad.lab.config import Train
 
 
 def make(config: Train) -> optim.StatsTransformation:
-    """The optimizer, its updates for a learning rate of 1."""
+    """The optimizer, with updates for a learning rate of 1."""
     decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": _matrices}
     adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps, "max_update": config.max_update} | decay
     match config.optimizer:
@@ -45,7 +46,7 @@ def make(config: Train) -> optim.StatsTransformation:
 
 
 def learning_rate(config: Train, step: int) -> float:
-    """Of the step number `step`, from 0: a linear rise, then half a cosine down to zero."""
+    """The learning rate of step `step`, from 0: a linear rise, then a fall along a cosine to zero."""
     warm = round(config.warmup * config.steps)
     if step < warm:
         return config.learning_rate * (step + 1) / warm
@@ -57,5 +58,5 @@ def learning_rate(config: Train, step: int) -> float:
 
 
 def _matrices(params: Any) -> Any:
-    """Decay is for matrices and kernels, not for the scales and biases of norms."""
+    """The mask of weight decay: matrices and kernels have it, the scales and biases of norms do not."""
     return jax.tree.map(lambda p: p.ndim > 1, params)

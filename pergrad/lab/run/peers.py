@@ -1,13 +1,14 @@
 """The processes of one run: they meet, and each of them notices if another one ends or is stopped.
 
 The first process listens at the coordinator's address. Each of the others connects to it, says which one
-it is, and is told where JAX's own coordinator is when all are there. The connections stay open: every
-process sends signs of life over them, several times in a time-out: a connection that closes means that a
-process has ended, and silence that it is stopped or out of reach. The first one tells the others.
+it is, and is told where JAX's own coordinator is when all are there. The connections stay open, and
+every process sends signs of life over them, several times in a time-out. A connection that closes means
+that its process has ended; silence means that its process is stopped or out of reach. The first process
+tells the others.
 
 JAX notices the same, mostly later, and its C++ part then ends the process with a report of its own. Here
-the end is one line that names the process. Only if the first process is killed, and its coordinator with
-it, JAX may be as quick, and both are told.
+one line tells which process has ended. Only if the first process is killed, and JAX's coordinator with
+it, JAX may be as quick; then the user sees both reports.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import Any
 
 from pergrad.lab.errors import LabError
 
-SIGNS = 6  # of life in a time-out
-LONGEST = 10_000  # bytes of a message; who sends longer ones is no process of ours
+SIGNS = 6  # of life that a process sends in a time-out
+LONGEST = 10_000  # bytes of a message; a longer one does not come from a process of the run
 AGAIN = "The same commands again go on from the last checkpoint."
 
 
 class Peers:
-    """This process among the others: connections to all of them in the first, else to the first."""
+    """The connections of this process: the first one's to all others, or another one's to the first."""
 
     def __init__(self, process: int, of: int, timeout: float) -> None:
         self.process, self.of, self.timeout = process, of, timeout
@@ -43,7 +44,7 @@ class Peers:
         threading.Thread(target=self._show_life, daemon=True).start()
 
     def gather(self, address: tuple[str, int]) -> int:
-        """In the first process: waits for all others; the port for JAX's coordinator."""
+        """In the first process: waits for all others, and returns the port for JAX's coordinator."""
         try:
             server, free = _listen(*address), _listen(address[0], 0)
         except OSError as error:
@@ -76,13 +77,13 @@ class Peers:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
     def _welcome(self, connection: _Connection) -> None:
-        """Takes a process in, or sends it away; then listens to it."""
+        """Accepts a process and listens to it, or refuses it."""
         try:
             hello = connection.receive() or {}
         except OSError:
             hello = {}
         process, of = hello.get("process"), hello.get("of")
-        if not isinstance(process, int) or not isinstance(of, int):  # some other program
+        if not isinstance(process, int) or not isinstance(of, int):  # it is no process of the run
             return connection.close()
         with self._lock:
             refusal = None
@@ -102,7 +103,7 @@ class Peers:
         self._hear(process, connection)
 
     def come(self, address: tuple[str, int]) -> int:
-        """In the other processes: goes to the first one, and waits until all are there."""
+        """In the other processes: connects to the first, waits for all, and returns the same port."""
         until = time.monotonic() + self.timeout
         while True:
             try:
@@ -120,11 +121,11 @@ class Peers:
         connection.send({"process": self.process, "of": self.of})
         self._connections[0] = connection
         threading.Thread(target=self._hear, args=(0, connection), daemon=True).start()
-        self._is_complete.wait()  # as long as the first one is heard of
+        self._is_complete.wait()  # `_hear` ends this process if the first one falls silent
         return self._jax_port
 
     def _hear(self, process: int, connection: _Connection) -> None:
-        """What another process says until it leaves."""
+        """Listens to another process until it leaves."""
         try:
             while (message := connection.receive()) is not None:
                 if "leaves" in message:
@@ -159,12 +160,12 @@ class Peers:
         time.sleep(0.2 if self.process == 0 else 0.0)  # they end before JAX misses its coordinator
 
     def leave(self) -> None:
-        """The run is done: it is no surprise any more if a process ends."""
+        """Tells the others that the run is done, so that the end of a process is no error any more."""
         self._has_left.set()
         self._tell({"leaves": True})
 
     def _end(self, why: str) -> None:
-        """Ends this process; the others are told the reason. The main thread may be waiting in C++."""
+        """Ends this process, even if its main thread waits in C++. The first tells the others why."""
         if self._has_left.is_set() or not self._is_over.acquire(blocking=False):
             return
         if self.process == 0:
@@ -183,19 +184,19 @@ def end(line: str) -> None:
 
 
 class _Connection:
-    """Messages are objects in JSON, one a line."""
+    """A connection to another process. A message is one line with an object in JSON."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         connected.settimeout(timeout)
         self._socket, self._lock, self._rest = connected, threading.Lock(), b""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Nothing happens if nobody is there: who listens to this connection notices."""
+        """Sends a message. An error is ignored: the thread that listens to the connection notices it."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message, or None if the connection was closed or speaks another language."""
+        """The next message, or None if the connection was closed or the message is not JSON."""
         while b"\n" not in self._rest:
             got = self._socket.recv(4096)
             self._rest += got
@@ -221,12 +222,12 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether processes on other machines cannot come."""
+    """Whether this host can be reached from its own machine alone."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """On this machine alone if that is what the host says, else on all its addresses."""
+    """Listens on this machine alone if the host is a loopback address, else on all addresses."""
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

@@ -6,10 +6,11 @@
     damaged/        checkpoints that were found damaged
     result.json     the end of a finished run
 
-A step's metrics are on disk before a checkpoint of it is, so going on from the last checkpoint means to
-cut `metrics.jsonl` after its step. Files are written under another name and moved into place: whatever
-happens, what is there under its own name is whole. A lock keeps a second process out. Where several
-processes are one run, the first of them writes, and checkpoints are made by all together.
+The metrics of a step are on disk before the checkpoint after that step, so a run that goes on from a
+checkpoint cuts `metrics.jsonl` after its step. Files are written under another name and moved into
+place, so that a file with its own name is always whole. A lock keeps a second run out. Where several
+processes are one run, the first of them writes the files, and all of them write the checkpoints
+together.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ RESULT = {"steps", "diverged", "train_loss", "tune_loss", "test_loss"}  # what `
 
 
 def versions() -> dict[str, str]:
-    """Of Python, pergrad and what it computes with, and the commit if there is one."""
+    """The versions of Python and of the packages that compute, and pergrad's commit if there is one."""
     out = {"python": platform.python_version(), "pergrad": _commit() or "unknown commit"}
     return out | {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
 def _commit() -> str | None:
     root = Path(__file__).parents[3]
-    if not (root / ".git").exists():  # installed, perhaps inside of a repository that is not ours
+    if not (root / ".git").exists():  # installed, perhaps inside another project's repository
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
@@ -60,7 +61,7 @@ def _commit() -> str | None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """All of it or nothing; null for numbers that are not finite."""
+    """Writes data as a whole file, with null for numbers that are not finite."""
     with disk_errors(path):
         replace(path, (to_json(data, indent=2) + "\n").encode())
 
@@ -75,7 +76,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """The end of the run in `path`, if it has come."""
+    """The result of the run in `path`, or None if it is not done."""
     file = path / "result.json"
     if not file.exists():
         return None
@@ -91,24 +92,24 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def to_stderr(line: str) -> None:
-    """Says a line where nobody else does."""
+    """Prints a line to stderr."""
     print(line, file=sys.stderr)
 
 
 def plain(x: Any) -> Any:
-    """A number that JSON has: None for what is not finite."""
+    """A number as JSON has it: None if it is not finite."""
     x = float(x)
     return x if np.isfinite(x) else None
 
 
 def directory(root: Path, config: configs.Train) -> Path:
-    """`root/adam-1a2b3c4d5e`: one for every configuration."""
+    """The directory of a configuration's run, such as `root/adam-1a2b3c4d5e`."""
     text = json.dumps(configs.to_json(config), sort_keys=True)
     return root / f"{config.optimizer}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 class Run:
-    """A run's directory, opened for one process, or for each of several that are one run."""
+    """A run's directory, open in the run's process, or in each of its processes."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Run:
             self._opened = opened.pop_all()
 
     def _open_files(self, opened: contextlib.ExitStack, about: Any) -> None:
-        """What the first process has for itself."""
+        """Opens the files that the first process alone writes."""
         path = self.path
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -172,7 +173,7 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The end of the run, if it has come."""
+        """The result of the run, or None if it is not done."""
         return read_result(self.path)
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -192,7 +193,7 @@ class Run:
             self._metrics.flush()  # for whoever watches the file
 
     def save(self, step: int, state: Any) -> None:
-        """The state after so many steps; everything logged until now is on disk first."""
+        """Saves the state after `step` steps. All metrics until now are written to disk first."""
         metrics = ""
         if devices.is_first():
             self._flush()
@@ -210,7 +211,7 @@ class Run:
         return step, self._checkpoints.read(step, like) if step else like
 
     def read(self, step: int, like: Any) -> Any:
-        """The state after so many steps, from its checkpoint."""
+        """The state after `step` steps, from its checkpoint."""
         if defect := self._defect(step):
             raise LabError(f"the checkpoint {self._checkpoints.path / str(step)} {defect}.")
         return self._checkpoints.read(step, like)

@@ -1,7 +1,7 @@
-"""One run, read straight down: data, model, optimizer, then step after step.
+"""One run, which reads straight down: data, model, optimizer, then step after step.
 
-Everything a step does is in one jitted function of the state, the batch and the learning rate. Batches
-are looked up by the number of the step, so the number of the step is the position in the data.
+A step is one jitted function of the state, the batch and the learning rate. Batches are looked up by the
+number of the step, so a run that goes on needs no other position in the data.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pergrad.lab.run import data, devices, model, optimizers
 from pergrad.lab.run.devices import Place
 from pergrad.lab.run.records import Run, plain, to_stderr
 
-VALIDATION_EXAMPLES = 256  # of each half
-FETCHED = 20  # steps whose metrics are fetched at a time: the device is not waited for in every step
-NOISE_DECAY = 0.9  # of the noise diagnostics, which see one step in `noise_every`
+VALIDATION_EXAMPLES = 256  # in each half of the validation data
+FETCHED = 20  # steps whose metrics are fetched together, so that not every step waits for the device
+NOISE_DECAY = 0.9  # the decay of the noise diagnostics' averages, over one step in `noise_every`
 
 Tree = Any
 
@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     params: Tree
     optimizer: Tree
@@ -54,19 +54,19 @@ class State(NamedTuple):
 
 
 class Observer(Protocol):
-    """Who watches a run, such as a progress bar.
+    """Something that watches a run, such as a progress bar.
 
     `price()` measures the time of the statistics as a multiple of `jax.grad`'s. It takes a while, and
-    works only during `start`: the first step gives the parameters away. Of several processes only one
-    is watched, and a measurement would need all: there is none.
+    works only during `start`, since the first step donates the parameters. With several processes
+    `price` is None: a measurement would need all of them, and only the first one is watched.
     """
 
     def doing(self, what: str) -> None:
-        """What the run does until the next call, if it is not a step."""
+        """The run tells what it does from now on, if it is not a step."""
         ...
 
     def say(self, line: str) -> None:
-        """What the user must know."""
+        """The run says something that the user must know."""
         ...
 
     def start(self, config: Train, step: int, price: Callable[[], float] | None) -> None: ...
@@ -98,7 +98,7 @@ def make_problem(config: Train) -> Problem:
 
 
 class Unwatched:
-    """Nobody watches; what must be known is said to stderr."""
+    """Nobody watches. What the user must know is printed to stderr."""
 
     def doing(self, what: str) -> None:
         pass
@@ -120,7 +120,7 @@ ANYWHERE = Place()
 def train(
     config: Train, run_dir: Path, observer: Observer = UNWATCHED, place: Place = ANYWHERE
 ) -> dict[str, Any]:
-    """Runs, or goes on with, or only reads a finished run; returns what `result.json` has."""
+    """Begins a run, goes on with it, or reads it if it is done; returns the content of `result.json`."""
     place.check(config.batch_size)
     observer.doing("reading the data and making the model")
     problem = make_problem(config)
@@ -203,7 +203,7 @@ def _without_numbers(config: Train) -> Train:
 
 @functools.lru_cache(maxsize=32)
 def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
-    """Everything that runs on the device; `data_digest` is there to tell data of the same name apart."""
+    """Everything that runs on the device. `data_digest` tells apart data of the same name."""
     loss = make_problem(config).loss
     tx = optimizers.make(config)
     monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
@@ -251,13 +251,13 @@ def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _until_divergence(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to and with the first loss that is no number: what follows it means nothing."""
+    """The rows up to the first loss that is not finite, and that one. Later rows mean nothing."""
     ends = [i for i, row in enumerate(rows) if row["loss"] is None]
     return rows[: ends[0] + 1] if ends else rows
 
 
 def _result(rows: list[dict[str, Any]], config: Train, diverged: bool) -> dict[str, Any]:
-    """The end of a run: the mean loss over its last tenth, and the last validation."""
+    """The result of a run: the mean loss over its last tenth, and the losses of the last validation."""
     last = rows[-1]
     diverged = diverged or last["tune_loss"] is None or last["test_loss"] is None
     tail = [row["loss"] for row in rows[-max(1, config.steps // 10) :]]

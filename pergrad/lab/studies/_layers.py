@@ -9,7 +9,7 @@ _OF = {"embed": 0, "position": 0, "qkv": 1, "out": 1, "up": 2, "down": 2, "head"
 
 
 def short(path: str) -> str:
-    """`['block_0']['qkv']['kernel'].value`, or `/block_0/qkv/kernel/value`, as `block_0.qkv`.
+    """A short name for a parameter, whose path is written in either of two ways.
 
     >>> short("['block_0']['qkv']['kernel'].value"), short("/norm/scale/value")
     ('block_0.qkv', 'norm.scale')

@@ -16,14 +16,14 @@ from pergrad.lab.config import Model, Train
 from pergrad.lab.pages import report
 from pergrad.lab.run import records
 
-# What most presets train: in seconds, and in an hour.
+# The models of most presets: one trains in seconds, the other in an hour.
 SMALL = Model(layers=2, width=32, heads=4, context=32)
 LARGE = Model(layers=4, width=128, heads=4, context=128)
-NEVER = 10**6  # steps between validations, and checkpoints, of short runs: the last is always validated
+NEVER = 10**6  # steps between validations or checkpoints of short runs, which validate at the end alone
 
 
 class Amount(Protocol):
-    """What presets have in common that tune: the first `tuning_seeds` of the seeds choose."""
+    """How much a preset tunes: the first `tuning_seeds` of the seeds choose learning rates."""
 
     @property
     def seeds(self) -> int: ...
@@ -37,7 +37,7 @@ class Amount(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Lab:
-    """Where a study works, and who is told how far it is."""
+    """Where a study works, in how many processes, and whom it tells how far it is."""
 
     runs: Path
     processes: int = 1
@@ -45,7 +45,7 @@ class Lab:
     say: Callable[[str], None] = lambda line: None
 
     def run(self, runs: Iterable[Train]) -> sweep.Results:
-        """Runs what is not done yet."""
+        """Runs those of the runs that are not done yet."""
         return sweep.run_all(runs, self.runs, processes=self.processes, told=self.told)
 
     def tune(
@@ -66,7 +66,7 @@ class Lab:
 
 @dataclasses.dataclass(frozen=True)
 class StudyResult:
-    """`rows` become results.jsonl; `ran` says in a paragraph what was run."""
+    """What a study found. `rows` become results.jsonl, and `ran` is a paragraph on what was run."""
 
     ran: str
     sections: Sequence[report.Section]
@@ -75,7 +75,7 @@ class StudyResult:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """`presets` (demo, quick, full) are dataclasses of the study's own; `run` is given one."""
+    """A question and how it is answered. `run` is given a preset, a dataclass of the study's own."""
 
     title: str
     question: str

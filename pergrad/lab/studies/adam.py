@@ -29,7 +29,7 @@ NAMES: dict[str, OptimizerName] = {
     MSQ: "micro_adam_msq",
     CAPPED: "micro_adam_msq",
 }
-CAP = 1.0  # the largest update of a coordinate, before the learning rate: of the capped MSQ
+CAP = 1.0  # the largest update of a coordinate, before the learning rate, of the capped MSQ
 CLIP = 1.0  # the largest norm of the mean gradient, in the clipped half of the runs
 CLIPPED = ", clipped"
 CLAIMS = (
@@ -42,14 +42,14 @@ CLAIMS = (
     (CAPPED, MICRO),
     (CAPPED, ADAM),
 )
-LESS_STABLE = (MICRO, VAR)  # than Adam
-SPIKE = 0.5  # nats above the lowest mean of `CALM` steps before: a spike
+LESS_STABLE = (MICRO, VAR)  # the methods that are said to be less stable than Adam
+SPIKE = 0.5  # a loss so many nats above the lowest mean of `CALM` steps before it is a spike
 CALM = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much: the first `tuning_seeds` seeds choose learning rates, from `rates`."""
+    """How much is run. The first `tuning_seeds` seeds choose learning rates, from `rates`."""
 
     base: Train
     seeds: int
@@ -120,7 +120,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
 
 
 def has_spike(losses: Sequence[float | None]) -> bool:
-    """Whether a loss is more than `SPIKE` above the lowest mean of `CALM` steps before it, or no number.
+    """Whether a loss is None, or more than `SPIKE` above the lowest mean of `CALM` steps before it.
 
     >>> has_spike([3.0] * 30 + [3.6] + [3.0] * 30), has_spike([3.0] * 60), has_spike([3.0] * 30 + [None])
     (True, False, True)

@@ -1,4 +1,4 @@
-"""What clipping does over a whole run: none, of the batch's mean gradient, of every example's."""
+"""What clipping does over a whole run: no clipping, that of the mean gradient, that of every example."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLAIMS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much. Norms are chosen like learning rates, by the first `tuning_seeds` seeds."""
+    """How much is run. The first `tuning_seeds` seeds choose norms and learning rates alike."""
 
     base: Train
     seeds: int
@@ -126,7 +126,7 @@ def _listed(norms: Sequence[float]) -> str:
 
 
 def _difference(a: Sequence[float | None], b: Sequence[float | None]) -> list[float | None]:
-    """Step by step, up to where one of them diverged."""
+    """The difference of two curves at each step, up to where one of them diverged."""
     pairs = zip(a, b, strict=False)
     return [None if x is None or y is None else x - y for x, y in pairs]
 

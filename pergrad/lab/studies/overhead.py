@@ -2,13 +2,13 @@
 
 For a matrix of D x D, an example has D T activations and D^2 numbers of a gradient. `vmap(grad)` holds
 both for all examples, so at a fixed number of tokens B T its gradients take tokens D^2 / T: they are the
-larger part only where T is below D. pergrad never holds them.
+larger part only where T is below D. pergrad never holds all gradients.
 
-Candidates take turns (see `timing`), so a round is to them what a seed is to runs: what disturbs the
-machine meets them all. The rule is fixed here, before any run. Times are compared by the logarithm of
-their ratio in every round, at every size, at a level that the sizes share (see `decide`). A claim about
-several sizes is contradicted if it is at one of them, and supported if it is at all of them. Memory is
-what XLA sets aside: it is exact, so there is no interval.
+Candidates take turns (see `timing`), so that a disturbance of the machine meets all of them in the same
+round: rounds pair times as seeds pair runs. The rule is fixed here, before any run. Times are compared
+by the logarithm of their ratio in every round, at every size, at a level that the sizes share (see
+`decide`). A claim about several sizes is contradicted if one of them contradicts it, and supported if
+all of them support it. Memory is what XLA sets aside. It is exact, so there is no interval.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pergrad.lab.run import train
 from pergrad.lab.studies._study import Lab, Study, StudyResult
 from pergrad.lab.timing import Result, silent
 
-LIMIT = 1.2  # times `jax.grad`: what counts as little
+LIMIT = 1.2  # up to so many times `jax.grad` count as little
 NAMES = (tasks.PERGRAD, tasks.VMAP)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """All D with all T / D, at a fixed number of tokens B T."""
+    """How much is measured: all D with all T / D, at a fixed number of tokens B T."""
 
     widths: tuple[int, ...]
     ratios: tuple[float, ...]
@@ -59,16 +59,16 @@ class Point:
         return f"D {self.width}, T {self.length}"
 
     def log_times(self, name: str, beside: str) -> dict[int, float]:
-        """Of every round that both candidates have."""
+        """The logarithms of a candidate's times, in the rounds that both candidates have."""
         rounds = min(len(self.results[name].seconds), len(self.results[beside].seconds))
         return {i: math.log(self.results[name].seconds[i]) for i in range(rounds)}
 
     def memory(self, name: str) -> float:
-        """As a multiple of that of `jax.grad`."""
+        """Memory as a multiple of that of `jax.grad`."""
         return self.results[name].ratios(self.results[tasks.FLOOR])["memory"]
 
     def time(self, name: str) -> decide.Estimate:
-        """As a multiple of that of `jax.grad`: the geometric mean over rounds, and its interval."""
+        """Time as a multiple of `jax.grad`'s: the geometric mean over rounds, with its interval."""
         ours, floor = self.log_times(name, tasks.FLOOR), self.log_times(tasks.FLOOR, name)
         e = decide.estimate([ours[i] - floor[i] for i in ours])
         return decide.Estimate(math.exp(e.mean), math.exp(e.low), _exp(e.high), e.n)
@@ -146,7 +146,7 @@ def memory_verdict(claim: str, points: Sequence[Point], name: str, limit: float)
     """Whether `name` needs at most `limit` times the memory of `jax.grad`, at every point."""
     ratios = [point.memory(name) for point in points]
     within = sum(ratio <= limit for ratio in ratios)
-    at = int(np.argmax(ratios))  # that of NaN, if there is one
+    at = int(np.argmax(ratios))  # the place of the largest, or of NaN if there is one
     most, beyond = ratios[at], ratios[at] - limit
     exact = decide.Estimate(beyond, beyond, beyond, len(ratios))
     if math.isnan(most):
@@ -267,7 +267,7 @@ def _rows(point: Point) -> list[dict[str, Any]]:
 
 
 def _exp(x: float) -> float:
-    """Infinite for what is larger than any number: the interval of a single round, say."""
+    """exp(x), infinite where that overflows, as for the interval of a single round."""
     return math.exp(x) if x < 700 else math.inf
 
 

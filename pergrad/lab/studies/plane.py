@@ -1,8 +1,8 @@
 """The plane of preconditioners a mu^2 + b sigma^2, at several batch sizes.
 
-(c a, c b) with sqrt(c) times the learning rate is the same optimizer, so when learning rates are tuned
-only b / a counts: every ray from the origin is run once, at its point with max(a, b) = 1, and all its
-points in the map have that colour.
+The weights (c a, c b) with sqrt(c) times the learning rate are the same optimizer as (a, b). So when
+learning rates are tuned, only b / a matters. Every ray from the origin is run once, at its point with
+max(a, b) = 1, and all points of the ray have the colour of that run in the map.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures, findings, report
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
-CAP = 1.0  # the largest update of a coordinate: without it points with b < a / B can diverge
+CAP = 1.0  # the largest update of a coordinate; without this bound, points with b < a / B can diverge
 NAMED = {"Adam": None, "MicroAdam": (1.0, 1.0), "MicroAdamVar": (0.0, 1.0), "MicroAdamMSQ": (1.0, 0.0)}
 CLAIMS = (("Adam", "MicroAdam"), ("Adam", "MicroAdamVar"), ("MicroAdamMSQ", "MicroAdam"))
 
@@ -31,7 +31,7 @@ Point = tuple[float, float]  # a, the weight of mu^2; b, that of sigma^2
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much: `factors` of the learning rate that the point's own scale suggests are tried.
+    """How much is run. `factors` of the learning rate that a point's own scale suggests are tried.
 
     Every batch size sees `examples` examples. `a` and `b` ascend from 0 to 1.
     """
@@ -144,7 +144,7 @@ def _point(name: str, batch_size: int) -> Point:
 
 
 def _name(batch_size: int, point: Point) -> str:
-    """`Adam, batch 16`, or the weights themselves."""
+    """The name of a point, such as `Adam, batch 16`; its weights if it has no name."""
     named = [name for name in NAMED if _point(name, batch_size) == point]
     a, b = map(_fraction, point)
     return f"{named[0] if named else f'a = {a}, b = {b}'}, batch {batch_size}"
@@ -155,7 +155,7 @@ def _fraction(x: float) -> str:
 
 
 def _rate(preset: Preset, batch_size: int, point: Point) -> float:
-    """Where to begin: if mu^2 and sigma^2 / B are about as large as each other."""
+    """The learning rate to begin with, which assumes that mu^2 and sigma^2 / B are about equal."""
     a, b = point
     guess = preset.rate * math.sqrt(a + b * batch_size)
     return 1e-3 * 2.0 ** round(math.log2(guess / 1e-3))

@@ -20,7 +20,7 @@ from pergrad.lab.run import records
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
 MARGIN = 0.05  # nats within which two final losses count as the same
-WIDE = 4.0  # octaves: more of them are a wide range
+WIDE = 4.0  # a range of more octaves than this is wide
 SQRT, CONSTANT, LINEAR = "square root", "constant", "linear"
 RULES = {SQRT: pg.scaling.sqrt, CONSTANT: lambda rate, kappa: rate, LINEAR: pg.scaling.linear}
 
@@ -29,7 +29,7 @@ Losses = Mapping[str, Mapping[int, Mapping[int, float]]]  # by rule, batch size 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much: the learning rate is tuned at the base's batch size, from `rates`.
+    """How much is run. The learning rate is tuned at the base's batch size, from `rates`.
 
     Every run sees `examples` examples.
     """
@@ -140,9 +140,9 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
 
 
 def _noise_scale(runs: Sequence[Train], lab: Lab) -> dict[str, float]:
-    """tr Sigma / |mu|^2 in the first and the second half of the base's runs: sums before they divide.
+    """tr Sigma / |mu|^2 in the first and the second half of the base's runs: a ratio of two sums.
 
-    Runs that diverged count as far as they came. NaN where no signal is seen.
+    Runs that diverged count as far as they came. The ratio is NaN where no signal is seen.
     """
     sums = {"first half": np.zeros(2), "second half": np.zeros(2)}
     for config in runs:
@@ -176,7 +176,7 @@ def agreeing(losses: Mapping[int, Mapping[int, float]], home: int) -> dict[int, 
 def reach(
     verdicts: Mapping[int, decide.Verdict], home: int, answers: Sequence[str] = (decide.SUPPORTED,)
 ) -> tuple[int, int]:
-    """The smallest and the largest batch size up to which, from `home`, all have one of `answers`."""
+    """The range of batch sizes around `home` in which all verdicts are among `answers`: its two ends."""
     low = high = home
     for size in sorted((s for s in verdicts if s < home), reverse=True):
         if verdicts[size].answer not in answers:
@@ -190,7 +190,7 @@ def reach(
 
 
 class Octaves(NamedTuple):
-    """Over how many a rule was shown to hold, and over how many it was not shown to fail."""
+    """The number of octaves over which a rule was shown to hold, and was not shown to fail."""
 
     shown: float
     possible: float
@@ -203,9 +203,10 @@ def octaves(verdicts: Mapping[int, decide.Verdict], home: int) -> Octaves:
 
 
 def more_octaves(claim: str, a: Octaves, b: Octaves) -> decide.Verdict:
-    """Whether a rule holds over more octaves: those shown of one against those possible of the other.
+    """Whether one rule holds over more octaves than another.
 
-    There is no interval, since each octave was decided by one.
+    The octaves over which one rule was shown to hold are compared with those over which the other may
+    hold. The answer has no interval of its own: each octave was decided by one.
     """
     answer = decide.NOT_SHOWN
     if a.shown > b.possible:

@@ -28,10 +28,10 @@ AT_A_TIME = 64  # examples that go through the model at a time when a run is loo
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much: the first `tuning_seeds` seeds choose learning rates, from grids of a factor of 2.
+    """How much is run. `tuning_seeds` seeds choose learning rates, from grids of a factor of 2.
 
-    `looks` times in each of the first `looked_seeds` runs of SignEMA the signs of `examples` examples
-    are looked at.
+    The signs of the gradients of `examples` examples are measured `looks` times in each of the first
+    `looked_seeds` runs of SignEMA.
     """
 
     base: Train
@@ -256,7 +256,7 @@ def _kept(preset: Preset, looks: list[dict[str, Any]]) -> report.Section:
 
 
 def _snr(looks: list[dict[str, Any]], key: str, group: str, seed: int, step: int | None = None) -> float:
-    """|mu| / sqrt(tr Sigma) of a group of layers: both are summed before they are divided."""
+    """|mu| / sqrt(tr Sigma) of a group of layers: both are summed over the layers, then divided."""
     return _snr_of(
         [
             row
@@ -282,7 +282,7 @@ def _kept_of(rows: list[dict[str, Any]]) -> str:
 
 
 def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
-    """Where the mean of the signs points the other way than the mean."""
+    """The section on where the mean of the signs points the other way than the mean gradient."""
     everywhere = sum(row["disagree"] for row in looks)
     rows = []
     for name in (*_layers.GROUPS, "all"):

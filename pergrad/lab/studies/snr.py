@@ -20,7 +20,7 @@ from pergrad.lab.studies import _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
-EARLY = 0.1  # of the run: at the end of warm-up
+EARLY = 0.1  # the end of warm-up, as a part of the run
 AT_A_TIME = 64  # examples that go through the model at a time when a run is looked at
 
 Noise = Sequence[Mapping[int, Mapping[str, Any]]]  # for each run what was measured, by step
@@ -28,9 +28,10 @@ Noise = Sequence[Mapping[int, Mapping[str, Any]]]  # for each run what was measu
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much: noise is measured `points` times, the critical batch size `looks` times a run.
+    """How much is run. Noise is measured `points` times in a run, the critical batch size `looks` times.
 
-    For that, products with the Hessian are taken over `examples` examples with `probes` random signs.
+    The critical batch size needs products with the Hessian of `examples` examples: there are `probes` of
+    them, with vectors of random signs.
     """
 
     base: Train
@@ -142,7 +143,7 @@ def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str,
 
 
 def _ratio(pairs: Sequence[Sequence[float]]) -> float:
-    """Noise over signal, added up before they are divided; NaN where no signal is seen."""
+    """The sum of noise over the sum of signal; NaN where no signal is seen."""
     signal, noise = np.sum(np.array(pairs, float).reshape(-1, 2), axis=0)
     return float(noise / signal) if signal > 0 and noise > 0 else math.nan
 
@@ -156,7 +157,7 @@ def _band(x: Sequence[float], values: Any) -> findings.Curve:
 
 
 def _geometric(values: Sequence[float], digits: int) -> str:
-    """Their geometric mean, if all are seen."""
+    """The geometric mean as text; "-" if one of the values is not finite."""
     if not all(map(math.isfinite, values)):
         return "-"
     return f"{math.exp(np.mean(np.log(values))):.{digits}f}"
@@ -169,7 +170,7 @@ def _if_seen(
     b: Mapping[int, float],
     **options: Any,
 ) -> decide.Verdict:
-    """What the rule says. Where a ratio is NaN nothing has diverged, so nothing is shown."""
+    """The verdict of a rule; "not shown" if a ratio is NaN, which does not mean that a run diverged."""
     verdict = rule(claim, a, b, **options)
     unseen = sum(math.isnan(a[seed] - b[seed]) for seed in a)
     if not unseen:
