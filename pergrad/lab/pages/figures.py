@@ -207,6 +207,9 @@ def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str])
         )
         top.set_ylabel("above the\nfigure", rotation=0, ha="right", va="center", fontsize=8)
         top.tick_params(which="both", length=0, labelbottom=False)
+        # A number at the first or the last rate reaches over the edge of the strip.
+        top.yaxis.labelpad = 12
+        top.tick_params(axis="y", pad=12)
         top.set_facecolor("#f3f3f3")
         top.spines[:].set_visible(False)
         top.grid(axis="y", visible=False)

@@ -143,6 +143,17 @@ def test_rates_at_which_the_loss_exploded():
     sheets.check(sheet)
 
 
+def test_long_numbers_beside_the_names_of_the_strip():
+    """At the first and the last rate, where they reach over the edge."""
+    sheet = Sheet(layout="constrained")
+    losses = {1e-3: 2.42e10, 2e-3: 1.9, 4e-3: 2.0, 8e-3: 2.1, 1.6e-2: 5.67e12}
+    at = {rate: estimate([loss]) for rate, loss in losses.items()}
+    calm = {rate: estimate([2.0]) for rate in losses}
+    figures.loss_against_rate(sheet, {"MicroAdamMSQ, clipped": at, "calm": calm, "other": calm})
+    assert [text.get_text() for text in sheet.axes[0].texts] == ["▲2.42e10", "▲5.67e12"]
+    sheets.check(sheet)
+
+
 def test_rates_without_divergence_have_no_strip():
     sheet = Sheet()
     figures.loss_against_rate(sheet, {"SignSGD": RATES["SignSGD"]})
