@@ -21,7 +21,11 @@ from tests.support.pages import ROOT
 PACKAGE = ROOT / "pergrad"
 # test_frameworks.py runs docs/frameworks.md, and looks at its results; docs/devices.md needs devices.
 ELSEWHERE = {ROOT / "docs" / "frameworks.md", ROOT / "docs" / "devices.md"}
-PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md")} - ELSEWHERE)
+PAGES = sorted(
+    page
+    for page in {ROOT / "README.md", *ROOT.glob("docs/*.md")} - ELSEWHERE
+    if "```python" in page.read_text()
+)
 
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
@@ -103,7 +107,9 @@ def test_every_function_has_an_example(name):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, as_for_users, capsys):
     namespace = {"__name__": page.name}
-    for code, output in pages.blocks(page):
+    blocks = list(pages.blocks(page))
+    assert len(blocks) == page.read_text().count("```python")
+    for code, output in blocks:
         exec(code, namespace)
         printed = capsys.readouterr().out
         assert output is None or printed.split() == output.split()

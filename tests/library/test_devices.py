@@ -378,8 +378,10 @@ def test_check(kind):
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="the page is written for newer JAX")
 def test_page(capsys):
     namespace = {"__name__": "devices.md"}
+    blocks = list(pages.blocks(pages.ROOT / "docs" / "devices.md"))
+    assert blocks
     with pages.jax_as_for_users():
-        for code, output in pages.blocks(pages.ROOT / "docs" / "devices.md"):
+        for code, output in blocks:
             exec(code, namespace)
             shown = capsys.readouterr().out.replace("PartitionSpec(", "P(")  # its name in JAX 0.7
             assert output is None or shown.split() == output.split()

@@ -690,6 +690,7 @@ def test_tokens():
 def test_missing_statistic_is_named(name, has_stats):
     tx = OPTIMIZERS[name]()
     stats = statistics(tx)
+    assert set(tx.stats) > {"mean"}
     for missing in set(tx.stats) - {"mean"}:
         given = {k: v for k, v in stats.items() if k != missing} if has_stats else None
         with pytest.raises(pg.ArgumentError) as error:

@@ -422,11 +422,24 @@ def test_equations_of_loops_count_as_often_as_they_run():
     assert counts.equations(jax.make_jaxpr(program)(1.0).eqns) == 2 + 5 * 2
 
 
-@pytest.mark.parametrize("size", [1, 7, 48])
-@pytest.mark.parametrize("positions", [1, 512, 2**17])
-def test_auto_microbatch_is_within_the_batch(size, positions):
+@pytest.mark.parametrize(
+    ("positions", "size", "planned"),
+    [
+        # What an example takes is little beside the parameters: all at once.
+        (1, 1, 1),
+        (1, 7, 7),
+        (1, 48, 48),
+        (512, 7, 7),
+        # As many as fit into the memory that malloc keeps.
+        (512, 48, 24),
+        # One example alone takes more than that.
+        (2**17, 7, 1),
+        (2**17, 48, 1),
+    ],
+)
+def test_auto_microbatch_fits_the_activations(positions, size, planned):
     plan = pg.explain(tagger, MOMENTS, microbatch_size="auto")(*tagger_args(size, positions))
-    assert 1 <= plan.microbatch_size <= size
+    assert plan.microbatch_size == planned
 
 
 @pytest.mark.parametrize(("asked", "planned"), [(3, 3), (16, 16), (100, 16)])
