@@ -1,4 +1,4 @@
-"""Around the four steps: one call.
+"""Around the four stages: one call.
 
 It checks its arguments, flattens them into parameters and examples, and builds the results from what the
 run returns.
@@ -26,23 +26,14 @@ from pergrad._call.arguments import (
     roles_of,
 )
 from pergrad._call.request import Request, takes_direction
-from pergrad._compat import aval
-from pergrad._cut import Cut, Wanted, hoist, make_cut, units_per_example
+from pergrad._call.results import Results
+from pergrad._cut import Cut, Wanted, hoist, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
-from pergrad._plan import Phase, Plan, Schedule, describe, make_schedule
-from pergrad._run import Outcome, Results, part_of_all, run, run_last
+from pergrad._plan import Plan, Schedule, describe, make_schedule
+from pergrad._run import part_of_all, run, run_last
 from pergrad._statistics import (
-    Accumulator,
-    Count,
-    LeafStatistic,
-    Loss,
-    Reading,
-    Saved,
-    Statistic,
-    Variance,
-    per_of,
-    selects,
+    Quantity,
 )
 from pergrad._trace import trace
 
@@ -76,20 +67,19 @@ class Call:
 
     def _check_statistics(self) -> None:
         for statistic in jax.tree.leaves(self.request.stats):
-            if not any(selects(statistic, path) for path in self.paths):
+            if not any(statistic.selects(path) for path in self.paths):
                 raise ArgumentError(
                     f"{statistic!r}: `where` selects no parameter. Their paths are "
                     f"{', '.join(self.paths)}."
                 )
-            per = getattr(statistic, "per", None)
-            if isinstance(per, int) and self.size % per:
+            unit = statistic.unit
+            if isinstance(unit, int) and self.size % unit:
                 where = " that each device has" if self.devices.axes else ""
                 raise ArgumentError(
-                    f"{statistic!r} needs whole groups of {per} examples, and {self.size} examples"
+                    f"{statistic!r} needs whole groups of {unit} examples, and {self.size} examples"
                     f"{where} cannot be divided into these. Use another batch size, or another `per`."
                 )
-            if isinstance(statistic, Variance):
-                self._check_variance(statistic, self.whole_size)
+            statistic.check_count(self.whole_size)
 
     def _flatten_params(self) -> tuple[list[Any], Any, list[str]]:
         trees = tuple(self.args[n] for n in self.roles.argnums)
@@ -155,16 +145,33 @@ class Call:
     def run(
         self, weights: jax.Array | None = None, directions: Sequence[jax.Array] | None = None
     ) -> Any:
-        """The four steps, and the results; what is given has been `checked`.
+        """The four stages, and the results; what is given has been `checked`.
 
         On one of several devices the results of accumulators are its part of them, which add up.
         """
         cut, schedule = self._schedule()
         shares = self._shares(weights)
         outcome = run(cut, schedule, self.params, self._examples(), shares, directions)
-        outcome = part_of_all(schedule, outcome, self.devices)
+        outcome = part_of_all(outcome, self.devices)
         last, pairs = run_last(cut, schedule, self.params, outcome, self.devices)
-        return self._assemble(cut, schedule, outcome, last, pairs, weights)
+
+        dtype = outcome.losses.dtype
+        losses = outcome.losses.astype(accumulation_dtype(dtype))
+        value = self.devices.add(weighted_sum(losses, shares)).astype(dtype)
+        if self.request.has_aux:
+            value = value, jax.tree.unflatten(cut.program.aux_tree, outcome.aux)
+        results = Results(
+            losses=outcome.losses,
+            count=self._count(weights),
+            states=outcome.states | last,
+            pairs=pairs,
+            tails={param: tail for tail in cut.all_tails() for param in tail.params},
+            grads=cut.program.grads,
+            paths=self.paths,
+            like_params=self.like_params,
+            on_several_devices=bool(self.devices.axes),
+        )
+        return value, jax.tree.map(lambda statistic: statistic.result(results), self.request.stats)
 
     def plan(self) -> Plan:
         """What `run` would do."""
@@ -172,12 +179,14 @@ class Call:
         return describe(schedule, cut, self.devices.number)
 
     def _schedule(self) -> tuple[Cut, Schedule]:
-        """Steps 1 to 3."""
+        """Stages 1 to 3."""
         example = [_one_of(x) for x in self.batch]
         request = self.request
         program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
         in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
-        split = any(per_of(s) == "token" or isinstance(s, Saved) for own in self.wanted for s in own)
+        split = any(
+            s.unit == "token" or s.quantity is Quantity.FACTORS for own in self.wanted for s in own
+        )
 
         def scheduled(microbatch_size: int | str | None) -> tuple[Cut, Schedule]:
             wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, self.size))
@@ -236,8 +245,7 @@ class Call:
             if not values.sum() > 0:
                 raise ArgumentError("example_weights are all 0: there is no example to speak of.")
             for statistic in jax.tree.leaves(self.request.stats):
-                if isinstance(statistic, Variance):
-                    self._check_variance(statistic, float(values.sum()))
+                statistic.check_count(float(values.sum()))
         return weights
 
     def _count(self, weights: jax.Array | None) -> jax.Array:
@@ -249,15 +257,6 @@ class Call:
     def _shares(self, weights: jax.Array | None) -> Weights:
         """Each example's share of the batch."""
         return 1 / self.whole_size if weights is None else weights / self._count(weights)
-
-    def _check_variance(self, variance: Variance, count: float) -> None:
-        group = variance.per if isinstance(variance.per, int) else 1
-        if variance.per != "token" and count <= group:
-            what = "example" if group == 1 else f"group of {group} examples"
-            raise ArgumentError(
-                f"{variance!r} needs more than one {what}, and this batch counts {count:g}. Use a "
-                "larger batch, or leave it out."
-            )
 
     def _examples(self) -> list[jax.Array]:
         """The leaves that differ from example to example, [B, ...]: the batch and the keys."""
@@ -307,57 +306,6 @@ class Call:
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             hint = f" Return {float(value)}." if isinstance(value, int) else ""
             raise ArgumentError(f"the loss must be a real number; it is {kind(value)}.{hint}")
-
-    def _assemble(
-        self,
-        cut: Cut,
-        schedule: Schedule,
-        outcome: Outcome,
-        last: Results,
-        pairs: Mapping[int, Any],
-        w: jax.Array | None,
-    ) -> Any:
-        """The results of `value_and_stats`, from what the run returned."""
-        count = self._count(w)
-        leaves = {
-            (t.tail.params[k], statistic): (t.tail, result)
-            for t, *both in zip(schedule.tails, outcome.results, last, strict=True)
-            for jobs, results in zip((t.running(), t.jobs(Phase.LAST)), both, strict=True)
-            for (k, statistic), result in zip(jobs, results, strict=True)
-        }
-
-        def of_leaf(statistic: LeafStatistic, param: int) -> Any:
-            if isinstance(statistic, Saved):
-                return pairs[param]
-            tail, result = leaves[param, statistic]
-            if isinstance(statistic, Reading):  # of a tail in loops: the sum over their steps
-                return jnp.sum(result, axis=range(1, 1 + len(tail.levels))) if tail.levels else result
-            if not isinstance(statistic, Accumulator):
-                return result
-            place = tail.params.index(param)
-            of_each = units_per_example(tail, place, per_of(statistic))
-            units = count if of_each == 1 else count * of_each
-            like = aval(cut.program.grads[param])
-            if self.devices.axes:  # parts are rounded when they have been added up
-                like = jax.ShapeDtypeStruct(like.shape, accumulation_dtype(like.dtype))
-            result = statistic.finish(result, units, like)
-            return tail.outward(param, result) if tail.levels else result
-
-        def result(statistic: Statistic) -> Any:
-            if isinstance(statistic, Loss):
-                return outcome.losses
-            if isinstance(statistic, Count):
-                return count
-            own = enumerate(statistic.leaves(path) for path in self.paths)
-            leaves = [of_leaf(leaves[-1], i) if leaves else None for i, leaves in own]
-            return statistic.of_leaves(leaves, self.like_params)
-
-        dtype = outcome.losses.dtype
-        losses = outcome.losses.astype(accumulation_dtype(dtype))
-        value = self.devices.add(weighted_sum(losses, self._shares(w))).astype(dtype)
-        if self.request.has_aux:
-            value = value, jax.tree.unflatten(cut.program.aux_tree, outcome.aux)
-        return value, jax.tree.map(result, self.request.stats)
 
     def like_params(self, leaves: Sequence[Any]) -> Any:
         """A tree like the parameters, or several, with these leaves."""

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from pergrad._errors import ArgumentError
-from pergrad._plan import STRATEGIES, Forced
-from pergrad._statistics import Dot, LeafStatistic, Statistic
-from pergrad._strategies import Streamed
+from pergrad._plan import Forced
+from pergrad._statistics import LeafStatistic, Statistic
+from pergrad._strategies import STRATEGIES
 
 ArgNums = int | Sequence[int]
 
@@ -100,17 +100,18 @@ class Request:
 
 
 def takes_direction(stats: Any) -> bool:
-    """Whether these statistics need a direction at the call."""
-    return any(isinstance(s, Dot) for s in jax.tree.leaves(stats))
+    """Whether one of these statistics needs a direction at the call."""
+    return any(isinstance(s, Statistic) and s.takes_direction for s in jax.tree.leaves(stats))
 
 
 def _as_forced(strategy: str) -> Forced:
-    names = ["auto", *(s.name for s in STRATEGIES)]
     name, colon, number = str(strategy).partition(":")
-    if name in names and not colon:
-        return Forced(name)
-    if name == Streamed.name and number.isdecimal() and int(number) >= 1:
-        return Forced(name, int(number))
+    asked = next((s for s in STRATEGIES if s.name == name), None)
+    if strategy == "auto" or (asked is not None and not colon):
+        return Forced(asked)
+    if asked is not None and asked.takes_number and number.isdecimal() and int(number) >= 1:
+        return Forced(asked, int(number))
+    names = ["auto", *(s.name for s in STRATEGIES)]
     raise ArgumentError(
         f"strategy must be one of {', '.join(names)}, or 'streamed:4' for four examples at a time; not "
         f"{strategy!r}."

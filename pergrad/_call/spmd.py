@@ -31,7 +31,7 @@ from pergrad._call.mesh import devices_of, explicit_axes, find_mesh
 from pergrad._call.request import Request
 from pergrad._ir import Devices
 from pergrad._plan import Plan
-from pergrad._statistics import Accumulator, Count, Fold, Individual, Statistic
+from pergrad._statistics import Accumulator, Layout, Statistic
 
 
 def run(
@@ -102,26 +102,26 @@ class _Spread:
 
     def run(self, weights: jax.Array | None, directions: Sequence[jax.Array] | None) -> Any:
         request = self.call.request
-        is_given = [isinstance(x, (jax.Array, np.ndarray)) for x in self.leaves]
+        is_array_at = [isinstance(x, (jax.Array, np.ndarray)) for x in self.leaves]
 
-        def given(leaves: Sequence[Any]) -> list[Any]:
-            return [x for x, is_array in zip(leaves, is_given, strict=True) if is_array]
+        def arrays_among(leaves: Sequence[Any]) -> list[Any]:
+            return [x for x, is_array in zip(leaves, is_array_at, strict=True) if is_array]
 
         def call_with(arrays: Sequence[Any], devices: Devices) -> Call:
             own = iter(arrays)
-            pairs = zip(self.leaves, is_given, strict=True)
+            pairs = zip(self.leaves, is_array_at, strict=True)
             args, kwargs = self.tree.unflatten([next(own) if a else x for x, a in pairs])
             return Call(request, args, kwargs, devices)
 
         def on_each(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
             value, results = call_with(arrays, self.devices).run(weights, directions)
-            return value, jax.tree.map(functools.partial(_as_part, self.devices), request.stats, results)
+            return value, jax.tree.map(lambda s, x: s.as_part(x, self.devices), request.stats, results)
 
         def on_all(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
             mapped = jax.shard_map(
                 on_each,
                 mesh=None if self.explicit else self.mesh,
-                in_specs=(given(self._specs_of_leaves()), P(self.axes), P()),
+                in_specs=(arrays_among(self._specs_of_leaves()), P(self.axes), P()),
                 out_specs=self._out_specs(),
                 axis_names=set(self.axes),
                 check_vma=False,
@@ -135,7 +135,7 @@ class _Spread:
             everywhere = jax.sharding.auto_axes(
                 everywhere, axes=self.explicit, out_sharding=out_sharding
             )
-        return everywhere(given(self.leaves), weights, directions)
+        return everywhere(arrays_among(self.leaves), weights, directions)
 
     def _specs_of_leaves(self) -> list[P]:
         """For each leaf of the arguments, whether it is divided among the devices."""
@@ -149,7 +149,7 @@ class _Spread:
     def _out_specs(self) -> Any:
         """Of what leaves each device: all but numbers has an axis in front, of examples or of parts."""
         many, request = P(self.axes), self.call.request
-        stats = jax.tree.map(lambda s: P() if isinstance(s, Count) else many, request.stats)
+        stats = jax.tree.map(lambda s: P() if s.layout is Layout.NUMBER else many, request.stats)
         return (P(), many) if request.has_aux else P(), stats
 
     def _added_up(self, call: Call, results: Any) -> Any:
@@ -187,10 +187,10 @@ class _Spread:
             if isinstance(statistic, Accumulator):
                 pairs = zip(call.params, specs, strict=True)
                 return call.like_params([like(statistic, *pair) for pair in pairs])
-            if isinstance(statistic, Individual):
+            if statistic.layout is Layout.PER_EXAMPLE_LIKE_PARAMETERS:
                 own = [P(self.axes, *_without(spec, self.axes)) for spec in specs]
                 return call.like_params([self._explicit(spec) for spec in own])
-            return everywhere if isinstance(statistic, Count) else per_example
+            return everywhere if statistic.layout is Layout.NUMBER else per_example
 
         def like(statistic: Accumulator, param: Any, spec: P) -> Any:
             own, shapes = self._explicit(spec), _shapes(statistic, param)
@@ -203,15 +203,6 @@ class _Spread:
         """The spec, as far as it speaks of explicit axes."""
         others = [n for n in self.mesh.axis_names if n not in self.explicit]
         return NamedSharding(self.mesh, P(*_without(spec, others)))
-
-
-def _as_part(devices: Devices, statistic: Statistic, result: Any) -> Any:
-    """What a device has of a result, with an axis of devices in front if it is a part of a sum."""
-    if not isinstance(statistic, Accumulator):
-        return result
-    if isinstance(statistic, Fold):
-        result = devices.only_first(result)
-    return jax.tree.map(lambda x: x[None], result)
 
 
 def _sharded_like(param: jax.Array, x: jax.Array) -> jax.Array:

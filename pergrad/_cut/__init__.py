@@ -22,13 +22,11 @@ from pergrad._cut.steps import adds as adds
 from pergrad._cut.steps import is_zero as is_zero
 from pergrad._cut.tail import Tail as Tail
 from pergrad._cut.terms import TERMS as TERMS
-from pergrad._cut.terms.convolution import Convolution as Convolution
 from pergrad._cut.terms.product import Product as Product
-from pergrad._cut.terms.ragged import Ragged as Ragged
 from pergrad._cut.terms.scatter import Lookup as Lookup
 from pergrad._cut.terms.scatter import Rows as Rows
-from pergrad._cut.terms.total import Total as Total
 from pergrad._cut.units import Units as Units
+from pergrad._cut.units import formed_gradients as formed_gradients
 from pergrad._cut.units import units_of as units_of
 from pergrad._cut.units import units_per_example as units_per_example
 from pergrad._cut.ways import Way as Way

@@ -1,9 +1,9 @@
-"""Step 2: the gradient program is cut into a backbone and tails.
+"""Stage 2: the gradient program is cut into a backbone and tails.
 
-Where the tails begin is said in `_walk`. Layers that are run by a loop have their tails inside of it:
-where the gradient of a stack of layers leaves a loop as an output, and all that is wanted of it are
-statistics that take it in layer by layer, the loop's step is cut like a program of its own. Its tails
-are reduced in every step, and statistics leave the loop, not gradients.
+`find` says where the tails begin. Layers that are run by a loop have their tails inside of it: where the
+gradient of a stack of layers leaves a loop as an output, and all statistics of it take it in layer by
+layer, the loop's body is cut like a program of its own. Its tails are reduced in every round, and
+statistics leave the loop, not gradients.
 
 This file names no primitive.
 """
@@ -11,42 +11,47 @@ This file names no primitive.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from pergrad._compat import JaxprEqn, Var
 from pergrad._cut.find import Walk, Wanted
 from pergrad._cut.tail import Level, Tail
-from pergrad._ir import Loop, is_in, needed_equations, variables
+from pergrad._ir import Loop, dependent_inputs, is_in, needed_places, variables
 from pergrad._trace import Program
 
 
 @dataclasses.dataclass(frozen=True)
 class CutLoop:
-    """A loop whose results `taken` are replaced by the states of the tails in its step."""
+    """A loop with tails in its body: these take the place of the loop's results `taken`."""
 
     loop: Loop
     taken: frozenset[int]
-    step: Part
+    body: Part
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A program, or a step of a loop in it, in two: the `backbone`, then every tail is reduced.
+    """A program, or the body of a loop in it, in two: the `backbone`, then every tail is reduced.
 
-    `loops` are the equations of the backbone, by identity, that have tails inside. `varies` has the
-    variables that depend on the example.
+    An equation of the backbone that is a loop with tails inside stands there as a `CutLoop`. `varies`
+    has the variables that depend on the example.
     """
 
-    backbone: tuple[JaxprEqn, ...]
+    backbone: tuple[JaxprEqn | CutLoop, ...]
     tails: tuple[Tail, ...]
-    loops: dict[int, CutLoop]
     varies: frozenset[Var]
+
+    @property
+    def loops(self) -> list[CutLoop]:
+        """The loops that have tails inside."""
+        return [x for x in self.backbone if isinstance(x, CutLoop)]
 
     def all_tails(self) -> Iterator[Tail]:
         """The tails in here and in all loops."""
         yield from self.tails
-        for cut_loop in self.loops.values():
-            yield from cut_loop.step.all_tails()
+        for cut_loop in self.loops:
+            yield from cut_loop.body.all_tails()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,26 +63,31 @@ class Cut(Part):
 
 def make_cut(program: Program, wanted: Wanted) -> Cut:
     """Cuts the gradient program of one example."""
-    part = _cut(Walk.through(program, wanted), range(len(program.grads)), ())
-    return Cut(part.backbone, part.tails, part.loops, part.varies, program)
+    part = _cut(Walk.through(program, wanted), range(len(program.grads)), (), itertools.count())
+    return Cut(part.backbone, part.tails, part.varies, program)
 
 
-def _cut(walk: Walk, params: Sequence[int], levels: tuple[Level, ...]) -> Part:
-    loops = {}
-    in_loops = set()
-    for eqn in walk.eqns:
-        loop, opened = Loop.of(eqn), walk.opened.get(id(eqn))
-        if loop is None or opened is None:
-            continue
-        in_loops |= {o.place for o in opened}
-        taken = [o.result for o in opened]
-        given = loop.varying_inputs([is_in(v, walk.varies) for v in eqn.invars])
-        inside = Walk.inside(loop.step.jaxpr, given, taken, range(len(taken)), split=walk.split)
-        ways = {params[o.place]: (o.v, o.moves, walk.grads[o.place]) for o in opened}
-        step = _cut(inside, [params[o.place] for o in opened], (Level(loop.length, ways), *levels))
-        loops[id(eqn)] = CutLoop(loop, frozenset(taken), step)
-
-    tails = walk.tails([i for i in range(len(walk.grads)) if i not in in_loops], params, levels)
+def _cut(walk: Walk, params: Sequence[int], levels: tuple[Level, ...], numbers: Iterator[int]) -> Part:
+    """The part that `walk` went through. Its gradients are those of `params`; tails are numbered."""
+    in_loops = {o.place for opened in walk.opened.values() for o in opened}
+    places = [i for i in range(len(walk.grads)) if i not in in_loops]
+    tails = [
+        dataclasses.replace(tail, number=next(numbers)) for tail in walk.tails(places, params, levels)
+    ]
     needed = {v for t in tails for v in (*t.factors, *t.constants)} | variables(walk.others)
-    backbone = needed_equations(walk.eqns, needed, always=loops)
-    return Part(backbone, tuple(tails), loops, frozenset(walk.varies))
+    cut_loops = {}
+    for place, opened in sorted(walk.opened.items()):
+        loop = Loop.of(walk.eqns[place])
+        assert loop is not None
+        taken = [o.result for o in opened]
+        inputs = dependent_inputs(loop, [is_in(v, walk.varies) for v in loop.eqn.invars])
+        inside = Walk.inside(loop.body.jaxpr, inputs, taken, range(len(taken)), split=walk.split)
+        ways = {params[o.place]: (o.v, o.moves, walk.grads[o.place]) for o in opened}
+        around = (Level(loop.length, ways), *levels)
+        body = _cut(inside, [params[o.place] for o in opened], around, numbers)
+        cut_loops[place] = CutLoop(loop, frozenset(taken), body)
+    backbone = (
+        cut_loops.get(place) or walk.eqns[place]
+        for place in needed_places(walk.eqns, needed, always=cut_loops)
+    )
+    return Part(tuple(backbone), tuple(tails), frozenset(walk.varies))

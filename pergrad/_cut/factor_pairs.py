@@ -13,19 +13,18 @@ list of pieces, which a reshape deals out anew.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 from jax.extend.core import primitives as p
 
-from pergrad._compat import JaxprEqn, Var, aval
+from pergrad._compat import Var, aval
 from pergrad._cut.examples import Examples
 from pergrad._cut.tail import Tail
 from pergrad._cut.terms import Convolution, Product
 from pergrad._cut.units import contributions, units_of
-from pergrad._ir import ONE_TO_ONE, Loop, is_in, programs, read
+from pergrad._ir import dependents, is_in, read
 from pergrad._trace import Program
 
 AxisName = str | int
@@ -177,32 +176,6 @@ def _lay_out(
     return x, ("example", "position", *numbers)
 
 
-# Their programs are given the last of the operands, and make the results.
-OPEN = (p.cond_p, p.custom_jvp_call_p)
-
-
 def depends_on_cotangent(program: Program) -> set[Var]:
     """The variables of the backward pass."""
-    return _reached(program.jaxpr.eqns, {program.cotangent})
-
-
-def _reached(eqns: Iterable[JaxprEqn], given: Collection[Var]) -> set[Var]:
-    """What depends on `given`; the results of a loop, a conditional or a call are told apart."""
-    reached = set(given)
-    for eqn in eqns:
-        varies = [is_in(v, reached) for v in eqn.invars]
-        if eqn.primitive in ONE_TO_ONE:
-            reached |= set(itertools.compress(eqn.outvars, varies))
-        elif (loop := Loop.of(eqn)) is not None:
-            inside = _reached(loop.step.jaxpr.eqns, loop.varying_inputs(varies))
-            outs = [is_in(v, inside) for v in loop.step.jaxpr.outvars]
-            reached |= set(itertools.compress(eqn.outvars, outs))
-        elif eqn.primitive in OPEN:
-            for program in programs(eqn):
-                before = len(varies) - len(program.invars)  # the index of a conditional
-                inside = _reached(program.eqns, set(itertools.compress(program.invars, varies[before:])))
-                outs = [any(varies[:before]) or is_in(v, inside) for v in program.outvars]
-                reached |= set(itertools.compress(eqn.outvars, outs))
-        elif any(varies):
-            reached |= set(eqn.outvars)
-    return reached
+    return dependents(program.jaxpr.eqns, {program.cotangent}, inside=True)

@@ -13,7 +13,7 @@ size to carry, per example,
 and the tail begins where the minimum is taken. What no rule knows is such an "other": it stays in the
 backbone, formed for every example, and the answer is the same.
 
-This file names no primitive: what is a term is said in `terms`, what is a step in `_steps`.
+This file names no primitive: `terms` says what is a term, `steps` what is a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ from pergrad._compat import Atom, Jaxpr, JaxprEqn, Literal, Var
 from pergrad._cut.steps import STEPS, adds, with_transpose
 from pergrad._cut.tail import Level, Tail
 from pergrad._cut.terms import SPLIT_TERMS, TERMS, Term, Total
-from pergrad._ir import ONE_TO_ONE, Loop, distinct, is_in, programs, rounds, size, variables, varying
+from pergrad._ir import (
+    ONE_TO_ONE,
+    Loop,
+    dependents,
+    distinct,
+    is_in,
+    programs,
+    readers_of,
+    rounds,
+    size,
+    variables,
+)
 from pergrad._trace import Program
 
 
@@ -61,15 +72,16 @@ class Walk:
     """One pass forward to see what varies, one back to find what only tails need, one forward for
     the sizes.
 
-    `given` are the inputs that vary, `grads` the gradients, `others` the other results. Those gradients
-    whose place is in `in_parts` are wanted for statistics alone that take them in by parts. `split` says
-    whether the single contributions to sums are asked for, `hoisted` whether terms have left the loops.
+    `inputs` are the inputs that vary from example to example, `grads` the gradients, `others` the other
+    results. The gradients whose places are in `in_parts` are wanted only for statistics that take them
+    in by parts. `split` says whether the single contributions to sums are asked for, `hoisted` whether
+    terms have left the loops. Equations are known by their place in the list.
     """
 
     def __init__(
         self,
         eqns: Sequence[JaxprEqn],
-        given: Iterable[Var],
+        inputs: Iterable[Var],
         grads: Sequence[Atom],
         others: Iterable[Atom],
         in_parts: Collection[int] = (),
@@ -79,11 +91,11 @@ class Walk:
         self.eqns, self.grads, self.others = eqns, grads, tuple(others)
         self.split, self._split_sums = split, set[int]()
         self.made_by: dict[Var, JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.varies = varying(eqns, given)
-        self.order = {id(eqn): i for i, eqn in enumerate(eqns)}
+        self.varies = dependents(eqns, inputs)
+        self.place_of = {v: place for place, eqn in enumerate(eqns) for v in eqn.outvars}
         self.terms: dict[Var, Term] = {}
         self.steps: set[int] = set()
-        self.leaving: dict[int, list[int]] = {}  # by equation: which results only tails need
+        self.leaving: dict[int, list[int]] = {}  # for each equation: which results only tails need
         self._find_tails()
         if split:
             self._split_sums = self._sums_of_no_term(hoisted)
@@ -96,31 +108,32 @@ class Walk:
     def through(program: Program, wanted: Wanted, hoisted: bool = True) -> Walk:
         """Through a whole program."""
         others = [program.value, *program.aux]
-        eqns, given, grads = program.jaxpr.eqns, program.example, program.grads
-        return Walk(eqns, given, grads, others, wanted.in_parts, wanted.split, hoisted)
+        eqns, inputs, grads = program.jaxpr.eqns, program.example, program.grads
+        return Walk(eqns, inputs, grads, others, wanted.in_parts, wanted.split, hoisted)
 
     @staticmethod
     def inside(
         jaxpr: Jaxpr,
-        given: Iterable[Var],
+        inputs: Iterable[Var],
         leaving: Sequence[int],
         in_parts: Collection[int] = (),
         *,
         split: bool,
         hoisted: bool = True,
     ) -> Walk:
-        """Through a step of a loop or a branch, whose results `leaving` are the gradients."""
+        """Through the body of a loop or a branch, whose results `leaving` are the gradients."""
         grads = [jaxpr.outvars[k] for k in leaving]
         others = [v for k, v in enumerate(jaxpr.outvars) if k not in leaving]
-        return Walk(jaxpr.eqns, given, grads, others, in_parts, split, hoisted)
+        return Walk(jaxpr.eqns, inputs, grads, others, in_parts, split, hoisted)
 
     def varying_operands(self, eqn: JaxprEqn) -> list[int]:
         return [i for i, v in enumerate(eqn.invars) if is_in(v, self.varies)]
 
     def _find_tails(self) -> None:
         wanted_by_tails, wanted_by_backbone = variables(self.grads), variables(self.others)
-        for eqn in reversed(self.eqns):
-            self.leaving[id(eqn)] = leaving = [
+        for place in reversed(range(len(self.eqns))):
+            eqn = self.eqns[place]
+            self.leaving[place] = leaving = [
                 i
                 for i, v in enumerate(eqn.outvars)
                 if v in self.varies and v in wanted_by_tails and v not in wanted_by_backbone
@@ -128,19 +141,20 @@ class Walk:
             in_tail = leaving and not any(v in wanted_by_backbone for v in eqn.outvars)
             operands = self.varying_operands(eqn)
             if in_tail and eqn.primitive in ONE_TO_ONE and len(eqn.invars) > 1:
-                # `_hoist` makes it one barrier for each gradient.
+                # `hoist` makes it one barrier for each gradient.
                 pairs = zip(eqn.invars, eqn.outvars, strict=True)
                 wanted_by_tails |= variables(v for v, out in pairs if out in wanted_by_tails)
-            elif in_tail and self._is_term(eqn, operands):
+            elif in_tail and self._is_term(place, operands):
                 wanted_by_backbone |= variables(eqn.invars)
             elif in_tail and self._is_step(eqn, operands):
-                self.steps.add(id(eqn))
+                self.steps.add(place)
                 wanted_by_tails |= variables(eqn.invars)
             else:
                 wanted_by_backbone |= variables(eqn.invars)
 
-    def _is_term(self, eqn: JaxprEqn, operands: Collection[int]) -> bool:
-        match = (SPLIT_TERMS if id(eqn) in self._split_sums else TERMS).get(eqn.primitive)
+    def _is_term(self, place: int, operands: Collection[int]) -> bool:
+        eqn = self.eqns[place]
+        match = (SPLIT_TERMS if place in self._split_sums else TERMS).get(eqn.primitive)
         term = match(eqn, operands, self.made_by) if match else None
         if term is not None:
             self.terms[term.out] = term
@@ -151,37 +165,38 @@ class Walk:
         return step is not None and step.is_linear(eqn, operands)
 
     def _sums_of_no_term(self, hoisted: bool) -> set[int]:
-        """The steps that are plain sums, of something that no term has made.
+        """The steps that are plain sums of something that was not made by a term.
 
-        Nor a loop or a branch, from which the term may still be taken out.
+        Before terms have left the loops, a loop or a branch may still turn out to hold the term.
         """
         made: set[Var] = set(self.terms)
         found: set[int] = set()
-        for eqn in self.eqns:
-            if id(eqn) in self.steps and variables(eqn.invars) & made:
+        for place, eqn in enumerate(self.eqns):
+            if place in self.steps and variables(eqn.invars) & made:
                 made |= set(eqn.outvars)
-            elif id(eqn) in self.steps and eqn.primitive in SPLIT_TERMS:
-                found.add(id(eqn))
+            elif place in self.steps and eqn.primitive in SPLIT_TERMS:
+                found.add(place)
             elif not hoisted and programs(eqn):
-                made |= {eqn.outvars[k] for k in self.leaving[id(eqn)]}
+                made |= {eqn.outvars[k] for k in self.leaving[place]}
         return found
 
     def _choose_cut(self) -> None:
         carry: dict[Var, int] = dict.fromkeys(self.terms, 0)
-        for eqn in self.eqns:
-            if id(eqn) not in self.steps:
+        for place, eqn in enumerate(self.eqns):
+            if place not in self.steps:
                 continue
             result = sum(size(v) for v in eqn.outvars)
             before = variables(eqn.invars) & self.varies
             through = sum(carry.get(v, size(v)) for v in before)
             if through >= result:
-                self.steps.discard(id(eqn))
+                self.steps.discard(place)
             carry.update(dict.fromkeys(eqn.outvars, min(result, through)))
 
     def _open_loops(self, in_parts: Collection[int]) -> dict[int, list[Opened]]:
-        """The loops, by equation, that gradients leave as outputs to be moved and nothing else."""
-        read = [v for eqn in self.eqns for v in eqn.invars] + [*self.grads, *self.others]
-        uses = Counter(v for v in read if not isinstance(v, Literal))
+        """For each loop the gradients that leave it as outputs and are only moved after that."""
+        readers = readers_of(self.eqns)
+        results = [v for v in (*self.grads, *self.others) if not isinstance(v, Literal)]
+        uses = Counter({v: len(own) for v, own in readers.items()}) + Counter(results)
         opened: dict[int, list[Opened]] = {}
         for place in in_parts:
             v, moves = self.grads[place], []
@@ -194,7 +209,7 @@ class Walk:
                     result = eqn.outvars.index(v)
                     if result >= loop.num_carry:
                         found = Opened(place, result, v, tuple(reversed(moves)))
-                        opened.setdefault(id(eqn), []).append(found)
+                        opened.setdefault(self.place_of[v], []).append(found)
                     break
                 moves.append(eqn)
                 v = eqn.invars[0]
@@ -221,11 +236,11 @@ class Walk:
         found: set[int] = set()
         ahead = [grad]
         while ahead:
-            eqn = None if isinstance(v := ahead.pop(), Literal) else self.made_by.get(v)
-            if eqn is None or id(eqn) not in self.steps or self.order[id(eqn)] in found:
+            place = None if isinstance(v := ahead.pop(), Literal) else self.place_of.get(v)
+            if place is None or place not in self.steps or place in found:
                 continue
-            found.add(self.order[id(eqn)])
-            ahead.extend(eqn.invars)
+            found.add(place)
+            ahead.extend(self.eqns[place].invars)
         return found
 
     def _tail(

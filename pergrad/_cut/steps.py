@@ -27,7 +27,7 @@ from jax.extend.core import primitives as p
 
 from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Literal, Primitive, Var, aval
-from pergrad._ir import ADDITIONS
+from pergrad._ir import Is, those_that_are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +125,7 @@ STEPS: dict[Primitive, Step] = {
 }
 
 
-# These replace some entries and leave the others where they are.
-REPLACING: frozenset[Primitive] = frozenset({p.scatter_p, p.select_n_p})
-
-
-# In the result an entry has the place that it has in the operand.
-STAYING: frozenset[Primitive] = (
-    ADDITIONS | REPLACING | {p.convert_element_type_p, p.copy_p, _compat.name_p}
-)
+REPLACING, STAYING = those_that_are(Is.REPLACING), those_that_are(Is.STAYING)
 
 
 def is_zero(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:

@@ -25,9 +25,9 @@ from pergrad._ir import Env, Weights, distinct, evaluate, evaluate_wide, read, s
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A loop around a tail: its length, and for each parameter the way on.
+    """A loop around a tail: its length, and for each parameter the way from the loop to its gradient.
 
-    That is the variable that leaves the loop, the equations that move its entries, and the gradient.
+    The way is the variable that leaves the loop, the equations that move its entries, and the gradient.
     """
 
     length: int
@@ -41,7 +41,8 @@ class Tail:
     `params` are the indices of its parameters and `grads` their gradients. `factors` are the inputs
     that differ from example to example, `constants` those that do not. Without factors the gradient
     is the same for every example. `adds` says whether the steps add something that is. `levels` are the
-    loops that the tail stands in, the innermost first.
+    loops that the tail stands in, the innermost first. `number` tells the tails of a cut apart.
+    `units` keeps what `units` has made of the tail, by what one unit is.
     """
 
     params: tuple[int, ...]
@@ -52,6 +53,8 @@ class Tail:
     constants: tuple[Var, ...]
     adds: bool
     levels: tuple[Level, ...] = ()
+    number: int = -1
+    units: dict[Any, list[Any]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -97,12 +100,12 @@ class Tail:
         on_the_way = {v for s in self.steps for v in s.outvars} | {term.out for term in self.terms}
         return next(v for v in distinct(step.invars) if v in on_the_way)
 
-    def number(self, step: JaxprEqn, env: Env, dtype: Any) -> jax.Array:
+    def number_of(self, step: JaxprEqn, env: Env, dtype: Any) -> jax.Array:
         """The number that a scaling step multiplies by, or as many as there are entries."""
         operand, number = self.operand(step), STEPS[step.primitive].number
         assert number is not None
-        given = [read(env, v) for v in step.invars if v is not operand]
-        return jnp.asarray(number(jnp.asarray(given[0], dtype) if given else None), dtype)
+        others = [read(env, v) for v in step.invars if v is not operand]
+        return jnp.asarray(number(jnp.asarray(others[0], dtype) if others else None), dtype)
 
     def why_not_similar(self) -> str | None:
         """Why a gradient is not its one term, moved and times one number; None if it is."""
@@ -125,7 +128,7 @@ class Tail:
 
     def similarity(self, env: Env, dtype: Any) -> jax.Array:
         """That one number, by which the gradient differs from its moved term."""
-        numbers = (self.number(step, env, dtype).reshape(()) for step in self.steps_that("scale"))
+        numbers = (self.number_of(step, env, dtype).reshape(()) for step in self.steps_that("scale"))
         return math.prod(numbers, start=jnp.ones((), dtype))
 
     def moved_and_scaled(

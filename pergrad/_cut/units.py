@@ -17,6 +17,9 @@ one of the terms, goes through the tail's linear steps A with the other terms le
     u_n = A (M c_n) + b,      sum_n u_n / M = A sum_n c_n + b = g.
 
 Every term has units of its own kind, and a statistic takes in one kind after the other.
+
+Formed gradients: the examples again, but with their gradients in the place of their factors. Who needs
+the gradients more than once forms them once.
 """
 
 from __future__ import annotations
@@ -33,17 +36,19 @@ from pergrad._cut.examples import Examples
 from pergrad._cut.find import Walk
 from pergrad._cut.steps import STEPS
 from pergrad._cut.tail import Tail
-from pergrad._cut.terms import Term
+from pergrad._cut.terms import Term, Total
 from pergrad._ir import (
     ADDITIONS,
     Env,
     Weights,
+    counts,
+    distinct,
     evaluate,
     evaluate_wide,
-    given,
     is_in,
     needed_equations,
     read,
+    starting_env,
     weigh,
     widen,
 )
@@ -51,12 +56,17 @@ from pergrad._statistics import Per
 from pergrad._trace import inlined
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Units:
     """One kind of unit: its tail, and how many there are for each example."""
 
     tail: Tail
     per_example: float
+
+    @property
+    def operations_of_making(self) -> float:
+        """Floating-point operations to make those of one example, beside what the tail needs."""
+        return 0
 
     def of(self, examples: Examples) -> Examples:
         """The units of these examples."""
@@ -64,9 +74,15 @@ class Units:
 
 
 def units_of(tail: Tail, per: Per) -> list[Units]:
-    """The kinds of units of a tail, all of which a statistic takes in."""
+    """The kinds of units of a tail, all of which a statistic takes in. They are made once."""
+    if per not in tail.units:
+        tail.units[per] = _make_units(tail, per)
+    return tail.units[per]
+
+
+def _make_units(tail: Tail, per: Per) -> list[Units]:
     if per == "example" or not tail.terms:
-        return [Units(tail, units_per_example(tail, 0, per))]
+        return [Units(tail, 1 / per if isinstance(per, int) else 1)]
     if per == "token":
         places = range(len(tail.grads))
         return [_contributions(tail, place, term) for place in places for term in tail.terms_of(place)]
@@ -75,9 +91,8 @@ def units_of(tail: Tail, per: Per) -> list[Units]:
 
 def units_per_example(tail: Tail, place: int, per: Per) -> float:
     """How many units, of all kinds, an example counts for in the gradient at this place of the tail."""
-    if per == "token":
-        return contributions(tail, place)
-    return 1 / per if isinstance(per, int) else 1
+    own = [units for units in units_of(tail, per) if tail.params[place] in units.tail.params]
+    return sum(units.per_example for units in own) or 1
 
 
 def contributions(tail: Tail, place: int) -> int:
@@ -85,39 +100,70 @@ def contributions(tail: Tail, place: int) -> int:
     return sum(term.contributions for term in tail.terms_of(place)) or 1
 
 
+def formed_gradients(tail: Tail) -> Units:
+    """The examples with their gradients in the place of their factors. They are made once."""
+    if "formed" not in tail.units:
+        variables = distinct(tail.grads)
+        terms = tuple(Total.of(v, None, "formed already") for v in variables)
+        formed = dataclasses.replace(
+            tail, terms=terms, steps=(), factors=variables, constants=(), adds=False, units={}
+        )
+        tail.units["formed"] = [_Formed(formed, 1, tail)]
+    return tail.units["formed"][0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Formed(Units):
+    whole: Tail
+
+    @property
+    def operations_of_making(self) -> float:
+        terms = (term.eqn for term in self.whole.terms if term.eqn is not None)
+        return counts.operations((*terms, *self.whole.steps))
+
+    def of(self, examples: Examples) -> Examples:
+        def factors(own: Sequence[Any]) -> list[jax.Array]:
+            gs = self.whole.gradients(own, examples.constants)
+            values = {v: g for v, g in zip(self.whole.grads, gs, strict=True) if isinstance(v, Var)}
+            return [values[v] for v in self.tail.factors]
+
+        formed = jax.vmap(factors, axis_size=examples.size)(examples.factors)
+        return dataclasses.replace(examples, factors=formed, constants=[])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Cut:
     """The program of one unit's gradients, cut: `backbone` makes what the tail starts from.
 
-    Its inputs are those of each unit, as many as `num_own`, then the constants of the tail.
+    Its inputs are those of each unit, then the constants of the tail.
     """
 
     program: ClosedJaxpr
-    num_own: int
     backbone: tuple[JaxprEqn, ...]
 
     @staticmethod
     def tails(program: ClosedJaxpr, num_own: int, params: Sequence[int]) -> list[tuple[Tail, _Cut]]:
+        """The tails of a program whose first `num_own` inputs are those of each unit."""
         jaxpr = program.jaxpr
         walk = Walk(jaxpr.eqns, jaxpr.invars[:num_own], jaxpr.outvars, ())
         cuts = []
         for tail in walk.tails(range(len(params)), params):
             backbone = needed_equations(jaxpr.eqns, (*tail.factors, *tail.constants))
-            cuts.append((tail, _Cut(program, num_own, backbone)))
+            cuts.append((tail, _Cut(program, backbone)))
         return cuts
 
     def run(self, tail: Tail, own: Sequence[Any], constants: Sequence[Any]) -> Any:
         """Factors and constants of the tail, from what the units have of their own [size, ...]."""
 
         def one(own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            env = given(self.program, [*own, *constants])
+            env = starting_env(self.program, [*own, *constants])
             evaluate(self.backbone, env)
             return [env[v] for v in tail.factors], [env[v] for v in tail.constants]
 
         return jax.vmap(one, out_axes=(0, None))(own)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Groups(Units):
     cut: _Cut
     members: int
@@ -148,7 +194,7 @@ def _groups(tail: Tail, k: int) -> list[Units]:
     return [_Groups(unit, 1 / k, cut, k) for unit, cut in cuts]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Contributions(Units):
     cut: _Cut
     whole: Tail

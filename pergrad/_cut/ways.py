@@ -102,7 +102,7 @@ class Way:
         """A^T 1 for the entries that arrive, or the one number of all."""
         if not self.has_one_number:
             return self._transposed(env, dtype, scales=True)
-        numbers = (self.tail.number(step, env, dtype).reshape(()) for step in self.scales)
+        numbers = (self.tail.number_of(step, env, dtype).reshape(()) for step in self.scales)
         return math.prod(numbers, start=jnp.ones((), dtype))
 
     def arrives(self, env: Env, dtype: Any) -> jax.Array:
@@ -123,7 +123,7 @@ class Way:
     ) -> jax.Array:
         for stride in self.strides:
             if stride.family == "scale":
-                x = x * self.tail.number(stride.step, env, x.dtype) if scales else x
+                x = x * self.tail.number_of(stride.step, env, x.dtype) if scales else x
             elif not stride.stays or (stride.replaces and replaces):
                 x = self._taken(stride, env, x)
         return x

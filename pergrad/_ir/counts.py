@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
-from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, aval
+from pergrad._compat import Atom, Jaxpr, JaxprEqn, Literal, Primitive, Var, aval
+from pergrad._ir.dependence import readers_of
+from pergrad._ir.equations import programs
+from pergrad._ir.primitives import Is, those_that_are
 
 
 def size(v: Atom) -> int:
+    """How many entries an array has."""
     return math.prod(aval(v).shape)
 
 
@@ -44,21 +47,6 @@ def _elementwise(eqn: JaxprEqn) -> float:
         times = eqn.params.get("length", 1)
         return times * max(operations(jaxpr.eqns) for jaxpr in inner)
     return sum(size(v) for v in eqn.outvars if jnp.issubdtype(aval(v).dtype, jnp.floating))
-
-
-def programs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs that an equation runs: a loop's step, the branches of a conditional."""
-    return [jaxpr for value in eqn.params.values() for jaxpr in _programs(value)]
-
-
-def _programs(value: Any) -> list[Jaxpr]:
-    if isinstance(value, ClosedJaxpr):
-        return [value.jaxpr]
-    if isinstance(value, Jaxpr):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [jaxpr for x in value for jaxpr in _programs(x)]
-    return []
 
 
 def equations(eqns: Iterable[JaxprEqn]) -> int:
@@ -136,47 +124,21 @@ OPERATIONS: dict[Primitive, Callable[[JaxprEqn], float]] = {
 }
 
 
-CONVOLUTIONS = (p.conv_general_dilated_p,)
+OPERATIONS |= dict.fromkeys(those_that_are(Is.MOVE) | those_that_are(Is.TRANSCENDENTAL), _nothing)
 
 
-MOVES = (
-    p.broadcast_in_dim_p,
-    p.concatenate_p,
-    p.convert_element_type_p,
-    p.copy_p,
-    p.dynamic_slice_p,
-    p.dynamic_update_slice_p,
-    p.gather_p,
-    p.iota_p,
-    p.pad_p,
-    p.reshape_p,
-    p.rev_p,
-    p.slice_p,
-    p.squeeze_p,
-    p.stop_gradient_p,
-    p.transpose_p,
-    _compat.name_p,
-    _compat.sharding_constraint_p,
-    _compat.optimization_barrier_p,
-)
-
-
-TRANSCENDENTAL = (
-    *(p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.logistic_p, p.tanh_p, p.erf_p),
-    *(p.sin_p, p.cos_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p),
-)
-
-
-OPERATIONS |= dict.fromkeys([*MOVES, *TRANSCENDENTAL], _nothing)
+WRITING, READING = those_that_are(Is.WRITES), those_that_are(Is.READS)
 
 
 def peak_bytes_of(jaxpr: Jaxpr) -> float:
     """The most bytes that a program keeps at one time, beside its inputs."""
 
-    def inside(eqn: JaxprEqn) -> float:
-        return max(map(peak_bytes_of, programs(eqn)), default=0)
+    return peak_bytes(jaxpr.eqns, nbytes, lambda v: True, peak_bytes_inside)
 
-    return peak_bytes(jaxpr.eqns, nbytes, lambda v: True, inside)
+
+def peak_bytes_inside(eqn: JaxprEqn) -> float:
+    """The most bytes that the programs of an equation keep at one time: a loop's body, or branches."""
+    return max(map(peak_bytes_of, programs(eqn)), default=0)
 
 
 def peak_bytes(
@@ -189,20 +151,16 @@ def peak_bytes(
 
     `temporary` says which variables count, `inside` what an equation takes while it runs.
     """
-    readers: dict[Var, list[JaxprEqn]] = {}
-    for eqn in eqns:
-        for v in eqn.invars:
-            if not isinstance(v, Literal):
-                readers.setdefault(v, []).append(eqn)
+    readers = readers_of(eqns)
 
     def is_stored(v: Var, eqn: JaxprEqn) -> bool:
         read_by = readers.get(v, [])
         if all(isinstance(operand, Literal) for operand in eqn.invars):
             return False  # a constant
         return (
-            eqn.primitive in STORING
+            eqn.primitive in WRITING
             or len(read_by) > 1
-            or any(reader.primitive in OPAQUE for reader in read_by)
+            or any(reader.primitive in READING for reader in read_by)
         )
 
     # What is kept in the end to compute a variable: itself if it is stored, or what it is fused from.
@@ -231,20 +189,3 @@ def peak_bytes(
         kept += change
         most = max(most, kept)
     return most
-
-
-# These read from memory and write to memory; a reduction takes what is fused into it.
-OPAQUE = frozenset(
-    (
-        _compat.ragged_dot_general_p,
-        p.dot_general_p,
-        p.conv_general_dilated_p,
-        p.scatter_add_p,
-        p.sort_p,
-        p.cumsum_p,
-        p.scan_p,
-    )
-)
-
-
-STORING = OPAQUE | {p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.gather_p}

@@ -1,49 +1,110 @@
-"""What depends on what in a list of equations."""
+"""What depends on what in a list of equations: the one data flow that all others are made of."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from pergrad._compat import Atom, JaxprEqn, Literal, Var
-from pergrad._ir.equations import Env, evaluate, read
-from pergrad._ir.primitives import ONE_TO_ONE
+from pergrad._ir.equations import Env, evaluate, programs, read
+from pergrad._ir.loop import Loop
+from pergrad._ir.primitives import ONE_TO_ONE, Is, those_that_are
 
 
 def variables(atoms: Iterable[Atom]) -> set[Var]:
+    """The variables among these."""
     return {v for v in atoms if not isinstance(v, Literal)}
 
 
 def is_in(atom: Atom, variables: Collection[Var]) -> bool:
+    """Whether an atom is one of these variables. A literal is none."""
     return not isinstance(atom, Literal) and atom in variables
 
 
-def varying(eqns: Iterable[JaxprEqn], given: Iterable[Var]) -> set[Var]:
-    """The variables that depend on those `given`, and these themselves."""
-    varies = set(given)
+def dependents(eqns: Iterable[JaxprEqn], sources: Iterable[Var], *, inside: bool = False) -> set[Var]:
+    """The sources, and all variables that depend on them.
+
+    If one operand of an equation depends on them, all its results are taken to. With `inside` the
+    results of a loop, a conditional or a call are told apart by looking into its program.
+    """
+    reached = set(sources)
     for eqn in eqns:
+        depends = [is_in(v, reached) for v in eqn.invars]
         if eqn.primitive in ONE_TO_ONE:
-            pairs = zip(eqn.invars, eqn.outvars, strict=True)
-            varies |= {out for v, out in pairs if is_in(v, varies)}
-        elif variables(eqn.invars) & varies:
-            varies |= set(eqn.outvars)
-    return varies
+            reached |= set(itertools.compress(eqn.outvars, depends))
+        elif not any(depends):
+            continue
+        elif inside and (loop := Loop.of(eqn)) is not None:
+            body = loop.body.jaxpr
+            within = dependents(body.eqns, dependent_inputs(loop, depends, inside=True), inside=True)
+            reached |= _results_of(eqn, [is_in(v, within) for v in body.outvars])
+        elif inside and eqn.primitive in RUNNING_BRANCHES:
+            for program in programs(eqn):
+                before = len(depends) - len(program.invars)  # the index of a conditional
+                own = itertools.compress(program.invars, depends[before:])
+                within = dependents(program.eqns, own, inside=True)
+                by_index = any(depends[:before])
+                reached |= _results_of(eqn, [by_index or is_in(v, within) for v in program.outvars])
+        else:
+            reached |= set(eqn.outvars)
+    return reached
 
 
-def needed_equations(
-    eqns: Iterable[JaxprEqn], needed: Iterable[Var], always: Collection[int] = ()
-) -> tuple[JaxprEqn, ...]:
-    """The equations that make what is needed, have an effect, or are in `always` (by identity)."""
+RUNNING_BRANCHES = those_that_are(Is.RUNS_BRANCHES)
+
+
+def _results_of(eqn: JaxprEqn, chosen: Iterable[bool]) -> set[Var]:
+    return set(itertools.compress(eqn.outvars, chosen))
+
+
+def dependent_inputs(loop: Loop, depends: Sequence[bool], *, inside: bool = False) -> list[Var]:
+    """The inputs of a loop's body that depend on something, if of the operands those do that are true.
+
+    What depends on it in the carry after one round does so in the next.
+    """
+    consts, carry, xs = loop.operands(depends)
+    body = loop.body.jaxpr
+    while True:
+        chosen = list(itertools.compress(body.invars, [*consts, *carry, *xs]))
+        reached = dependents(body.eqns, chosen, inside=inside)
+        after = [is_in(v, reached) for v in body.outvars[: loop.num_carry]]
+        wider = [a or b for a, b in zip(carry, after, strict=True)]
+        if wider == carry:
+            return chosen
+        carry = wider
+
+
+def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
+    """For every variable the equations that read it, as often as each reads it."""
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                readers.setdefault(v, []).append(eqn)
+    return readers
+
+
+def needed_equations(eqns: Sequence[JaxprEqn], needed: Iterable[Var]) -> tuple[JaxprEqn, ...]:
+    """The equations that make what is needed, and those that have an effect."""
+    return tuple(eqns[i] for i in needed_places(eqns, needed))
+
+
+def needed_places(
+    eqns: Sequence[JaxprEqn], needed: Iterable[Var], always: Collection[int] = ()
+) -> list[int]:
+    """The places of the equations that make what is needed, have an effect, or are in `always`."""
     needed = set(needed)
     kept = []
-    for eqn in reversed(list(eqns)):
-        if eqn.effects or id(eqn) in always or any(v in needed for v in eqn.outvars):
+    for place in reversed(range(len(eqns))):
+        eqn = eqns[place]
+        if eqn.effects or place in always or any(v in needed for v in eqn.outvars):
             needed |= variables(eqn.invars)
-            kept.append(eqn)
-    return tuple(reversed(kept))
+            kept.append(place)
+    return kept[::-1]
 
 
-def evaluate_still(eqns: Sequence[JaxprEqn], env: Env, moving: Collection[Var]) -> None:
-    """Runs the equations that depend on nothing that moves."""
+def evaluate_independent(eqns: Sequence[JaxprEqn], env: Env, moving: Collection[Var]) -> None:
+    """Runs the equations that depend on no variable of `moving`."""
     for eqn in eqns:
         if eqn.primitive in ONE_TO_ONE:
             pairs = zip(eqn.invars, eqn.outvars, strict=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import primitives
 
 from pergrad import _compat
-from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval
+from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, aval
 from pergrad._ir.numerics import widen
 
 Env = dict[Var, Any]
@@ -20,13 +20,14 @@ def distinct(atoms: Iterable[Atom]) -> tuple[Var, ...]:
     return tuple(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
 
 
-def given(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
-    """What a program starts from: its constants and its inputs."""
+def starting_env(program: ClosedJaxpr, args: Sequence[Any]) -> Env:
+    """The values that a program starts from: those of its constants and of its inputs."""
     names = [*program.jaxpr.constvars, *program.jaxpr.invars]
     return dict(zip(names, [*program.consts, *args], strict=True))
 
 
 def read(env: Env, atom: Atom) -> Any:
+    """The value of a variable, or of a literal."""
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
@@ -35,6 +36,21 @@ def evaluate(eqns: Sequence[JaxprEqn], env: Env) -> None:
     for eqn in eqns:
         outs = _compat.bind(eqn, [read(env, v) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def programs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs that an equation runs: a loop's body, the branches of a conditional."""
+    return [jaxpr for value in eqn.params.values() for jaxpr in _programs(value)]
+
+
+def _programs(value: Any) -> list[Jaxpr]:
+    if isinstance(value, ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, Jaxpr):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [jaxpr for x in value for jaxpr in _programs(x)]
+    return []
 
 
 def evaluate_wide(eqns: Sequence[JaxprEqn], env: Env) -> None:

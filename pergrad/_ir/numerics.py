@@ -18,13 +18,15 @@ Weights = jax.Array | float
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """The dtype sums are kept in: at least float32."""
+    """The dtype that sums are kept in: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def wide(x: Any) -> jax.Array:
-    """The array in the dtype its sums are kept in."""
-    return jnp.asarray(x, accumulation_dtype(jnp.result_type(x)))
+def widen(x: Any) -> Any:
+    """A half-precision array as float32, the dtype that its sums are kept in; any other as it is."""
+    dtype = jnp.result_type(x)
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return x.astype(jnp.float32) if half else x
 
 
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
@@ -48,7 +50,7 @@ def weighted_sum(xs: jax.Array, w: Weights) -> jax.Array:
 
 
 def added(state: jax.Array | None, x: jax.Array) -> jax.Array:
-    """`state + x`, or `x` if there is no state yet; JAX need not trace much if both are of one type."""
+    """`state + x`, or `x` if there is no state yet. `lax.add` is quicker to trace than `+`."""
     if state is None:
         return x
     return lax.add(state, x) if state.dtype == x.dtype else state + x
@@ -59,11 +61,16 @@ def total(w: Weights, size: int) -> jax.Array | float:
     return jnp.sum(w) if isinstance(w, jax.Array) else w * size
 
 
-def widen(x: Any) -> Any:
-    """Half-precision numbers as float32, anything else as it is."""
-    dtype = jnp.result_type(x)
-    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return x.astype(jnp.float32) if half else x
+def with_example_axis(x: Any, has_axis: bool, size: int) -> jax.Array:
+    """The array [size, ...], repeated for every example if it has no example axis yet."""
+    return x if has_axis else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+
+
+def in_groups(xs: Any, size: int, k: int) -> tuple[Any, Any]:
+    """Arrays [size, ...] as groups of k in order: the first size % k, and then [size // k, k, ...]."""
+    groups, rest = divmod(size, k)
+    first = jax.tree.map(lambda x: x[:rest], xs)
+    return first, jax.tree.map(lambda x: x[rest:].reshape(groups, k, *x.shape[1:]), xs)
 
 
 def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> jax.Array:
@@ -74,7 +81,7 @@ def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> 
     type for DotThunk: BF16 x BF16 = F32"). There the operands are widened here, which takes as long.
 
     The choice is made for the device that the plan is for, not by `lax.platform_dependent`: the products
-    of a loop's steps and of single tokens stand in programs that are cut again, and there a conditional
+    of a loop's body and of single tokens stand in programs that are cut again, and there a conditional
     would hide them.
     """
     is_wider = dtype is not None and dtype != jnp.promote_types(x.dtype, d.dtype)

@@ -1,14 +1,101 @@
-"""What a primitive is, for those who follow values through equations."""
+"""What each primitive is: one table, from which all sets of primitives follow.
+
+Rules for single primitives (how many operations, how to inline, how to drop an axis) stand where they
+are used. What several files have to know of a primitive stands here, as flags.
+"""
 
 from __future__ import annotations
+
+import enum
 
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
 from pergrad._compat import Primitive
 
-ADDITIONS: frozenset[Primitive] = frozenset({p.add_p, p.add_jaxvals_p})
+
+class Is(enum.Flag):
+    """What is true of a primitive."""
+
+    # An entry of the result is made of the entries of the operands at the same place.
+    ELEMENTWISE = enum.auto()
+    # Every entry of the result is an entry of an operand, or a constant: nothing is computed.
+    MOVE = enum.auto()
+    # XLA counts it apart from other operations.
+    TRANSCENDENTAL = enum.auto()
+    # Result k depends on operand k and on no other.
+    ONE_TO_ONE = enum.auto()
+    # The sum of its two operands.
+    ADDITION = enum.auto()
+    # Some entries of an operand are replaced; the others stay where they are.
+    REPLACING = enum.auto()
+    # An entry that gets through has the place that it had in the operand.
+    STAYING = enum.auto()
+    # All entries stay in their order; at most axes of length 1 come or go, if the size is the same.
+    IN_ORDER = enum.auto()
+    # XLA writes the result to memory, in place of fusing it into what reads it.
+    WRITES = enum.auto()
+    # XLA reads the operands from memory, in place of fusing what makes them into it.
+    READS = enum.auto()
+    # It runs programs that are given the last of its operands and make its results.
+    RUNS_BRANCHES = enum.auto()
+    LOOP = enum.auto()
+    CONVOLUTION = enum.auto()
 
 
-# Each result depends on the operand in the same place, and on no other.
-ONE_TO_ONE: frozenset[Primitive] = frozenset({_compat.optimization_barrier_p})
+_OPAQUE = Is.READS | Is.WRITES
+_MEASURED_APART = Is.ELEMENTWISE | Is.TRANSCENDENTAL
+
+PRIMITIVES: dict[Primitive, Is] = {
+    # entries at the same place
+    **dict.fromkeys(
+        [
+            *(p.sub_p, p.mul_p, p.div_p, p.neg_p, p.max_p, p.min_p, p.abs_p, p.sign_p),
+            *(p.integer_pow_p, p.square_p, p.eq_p, p.ne_p, p.lt_p, p.le_p, p.gt_p, p.ge_p),
+            *(p.and_p, p.or_p, p.not_p),
+        ],
+        Is.ELEMENTWISE,
+    ),
+    **dict.fromkeys(
+        [
+            *(p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.logistic_p, p.tanh_p, p.erf_p),
+            *(p.sin_p, p.cos_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p),
+        ],
+        _MEASURED_APART,
+    ),
+    **dict.fromkeys([p.add_p, p.add_jaxvals_p], Is.ELEMENTWISE | Is.ADDITION | Is.STAYING),
+    p.select_n_p: Is.ELEMENTWISE | Is.REPLACING | Is.STAYING,
+    p.convert_element_type_p: Is.ELEMENTWISE | Is.MOVE | Is.STAYING | Is.IN_ORDER,
+    **dict.fromkeys([p.copy_p, _compat.name_p], Is.ELEMENTWISE | Is.MOVE | Is.STAYING),
+    p.stop_gradient_p: Is.ELEMENTWISE | Is.MOVE,
+    # entries at another place
+    **dict.fromkeys([p.broadcast_in_dim_p, p.reshape_p, p.squeeze_p], Is.MOVE | Is.IN_ORDER),
+    **dict.fromkeys(
+        [
+            *(p.concatenate_p, p.dynamic_slice_p, p.dynamic_update_slice_p, p.iota_p, p.pad_p),
+            *(p.rev_p, p.slice_p, p.transpose_p, _compat.sharding_constraint_p),
+        ],
+        Is.MOVE,
+    ),
+    _compat.optimization_barrier_p: Is.MOVE | Is.ONE_TO_ONE,
+    p.gather_p: Is.MOVE | Is.WRITES,
+    p.scatter_p: Is.REPLACING | Is.STAYING,
+    # sums
+    **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p], Is.WRITES),
+    **dict.fromkeys([p.dot_general_p, _compat.ragged_dot_general_p], _OPAQUE),
+    **dict.fromkeys([p.scatter_add_p, p.sort_p, p.cumsum_p], _OPAQUE),
+    p.conv_general_dilated_p: _OPAQUE | Is.CONVOLUTION,
+    # programs
+    p.scan_p: _OPAQUE | Is.LOOP,
+    **dict.fromkeys([p.cond_p, p.custom_jvp_call_p], Is.RUNS_BRANCHES),
+}
+
+
+def those_that_are(what: Is) -> frozenset[Primitive]:
+    """The primitives of which this is true."""
+    return frozenset(primitive for primitive, own in PRIMITIVES.items() if what in own)
+
+
+ONE_TO_ONE = those_that_are(Is.ONE_TO_ONE)
+ADDITIONS = those_that_are(Is.ADDITION)
+LOOPS = those_that_are(Is.LOOP)

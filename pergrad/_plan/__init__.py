@@ -1,21 +1,18 @@
-"""Step 3: a strategy for every tail and statistic, and how many examples run at a time.
+"""Stage 3: a strategy for every tail and statistic, and how many examples run at a time.
 
-In reading order: `choose` (a strategy for each), `microbatch` (how many examples at a time), `cotangent`
-(what the backward pass starts from), `schedule` (all of it together), `plan` (what it costs), `table`
-(how that is printed).
+In reading order: `choose` (a strategy for each), `backbone` (what the rest takes), `microbatch` (how
+many examples at a time), `cotangent` (what the backward pass starts from), `schedule` (all of it
+together), `plan` (what it costs), `table` (how that is printed).
 """
 
 from pergrad._plan import table as table
-from pergrad._plan.choose import STRATEGIES as STRATEGIES
 from pergrad._plan.choose import Choice as Choice
 from pergrad._plan.choose import Forced as Forced
-from pergrad._plan.choose import Phase as Phase
 from pergrad._plan.choose import TailPlan as TailPlan
-from pergrad._plan.cotangent import seen_by as seen_by
 from pergrad._plan.plan import Plan as Plan
-from pergrad._plan.plan import Schedule as Schedule
 from pergrad._plan.plan import describe as describe
-from pergrad._plan.plan import make_schedule as make_schedule
+from pergrad._plan.schedule import Schedule as Schedule
+from pergrad._plan.schedule import make_schedule as make_schedule
 from pergrad._plan.table import Row as Row
 from pergrad._plan.table import keys_of as keys_of
 from pergrad._plan.table import ratio as ratio

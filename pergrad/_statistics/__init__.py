@@ -6,14 +6,19 @@ parameter on its own), `of_examples` (statistics of an example's whole gradient,
 """
 
 from pergrad._statistics.base import Accumulator as Accumulator
+from pergrad._statistics.base import Layout as Layout
 from pergrad._statistics.base import LeafStatistic as LeafStatistic
 from pergrad._statistics.base import Merging as Merging
+from pergrad._statistics.base import OfAllGradients as OfAllGradients
 from pergrad._statistics.base import Per as Per
+from pergrad._statistics.base import Phase as Phase
+from pergrad._statistics.base import Quantity as Quantity
 from pergrad._statistics.base import Reading as Reading
+from pergrad._statistics.base import Source as Source
 from pergrad._statistics.base import State as State
 from pergrad._statistics.base import Statistic as Statistic
+from pergrad._statistics.base import WeightedSum as WeightedSum
 from pergrad._statistics.base import checked_per as checked_per
-from pergrad._statistics.base import per_of as per_of
 from pergrad._statistics.combine import all_combine as all_combine
 from pergrad._statistics.combine import combine as combine
 from pergrad._statistics.of_examples import By as By
@@ -24,15 +29,13 @@ from pergrad._statistics.of_examples import Factors as Factors
 from pergrad._statistics.of_examples import Gram as Gram
 from pergrad._statistics.of_examples import Loss as Loss
 from pergrad._statistics.of_examples import Norm as Norm
-from pergrad._statistics.of_examples import Pairs as Pairs
-from pergrad._statistics.of_examples import Projection as Projection
 from pergrad._statistics.of_examples import Saved as Saved
-from pergrad._statistics.of_examples import SquaredNorm as SquaredNorm
 from pergrad._statistics.of_examples import Where as Where
 from pergrad._statistics.of_examples import added_up as added_up
-from pergrad._statistics.of_examples import selects as selects
+from pergrad._statistics.of_parameters import PLAIN_MEAN as PLAIN_MEAN
 from pergrad._statistics.of_parameters import Fold as Fold
 from pergrad._statistics.of_parameters import Individual as Individual
 from pergrad._statistics.of_parameters import Mean as Mean
 from pergrad._statistics.of_parameters import Variance as Variance
+from pergrad._statistics.of_parameters import mean_of as mean_of
 from pergrad._statistics.of_parameters import power as power

@@ -21,7 +21,7 @@ from jax import lax
 
 from pergrad._errors import ArgumentError
 from pergrad._ir import accumulation_dtype, weigh
-from pergrad._statistics.base import Merging, Statistic, per_of
+from pergrad._statistics.base import Merging, Statistic
 from pergrad._statistics.of_examples import Count
 from pergrad._statistics.of_parameters import Mean
 
@@ -104,7 +104,7 @@ class _Batches:
             case Merging.WEIGHED:
                 return jax.tree.map(lambda *m: self._mean(statistic, m).astype(m[0].dtype), *results)
             case Merging.CENTRED:
-                mean = Mean(per=per_of(statistic))
+                mean = Mean(per=statistic.unit)
                 means = self._find(mean, f"{statistic!r} cannot be combined without")
                 return jax.tree.map(
                     lambda *vm: self._variance(statistic, vm[: len(results)], vm[len(results) :]),
@@ -123,8 +123,7 @@ class _Batches:
         counts = self._find(
             Count(), f"{statistic!r} is weighed by the number of examples, which cannot be known without"
         )
-        per = per_of(statistic)
-        units = per if isinstance(per, int) else 1
+        units = statistic.unit if isinstance(statistic.unit, int) else 1
         return [jnp.asarray(n).astype(dtype) / units for n in counts]
 
     def _mean(self, statistic: Statistic, means: Sequence[Any]) -> jax.Array:

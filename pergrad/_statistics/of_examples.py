@@ -26,8 +26,19 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import wide
-from pergrad._statistics.base import LeafStatistic, Merging, Reading, Statistic, name_of
+from pergrad._ir import widen
+from pergrad._statistics.base import (
+    Layout,
+    LeafStatistic,
+    Merging,
+    OfAllGradients,
+    Phase,
+    Quantity,
+    Reading,
+    Seen,
+    Statistic,
+    name_of,
+)
 from pergrad._statistics.of_parameters import Mean, Phi
 
 Where = Callable[[str], bool]
@@ -41,31 +52,47 @@ class SquaredNorm(Reading):
     """`||g||^2` of one parameter's gradient."""
 
     @property
-    def in_parts(self) -> bool:
-        return True
-
-    def of(self, g: jax.Array, given: Any) -> jax.Array:
-        return jnp.sum(jnp.square(wide(g)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Projection(Reading):
-    """`<g, v>` of one parameter's gradient; `v` is given."""
+    def quantity(self) -> Quantity:
+        return Quantity.SQUARED_NORMS
 
     @property
     def in_parts(self) -> bool:
         return True
 
-    def of(self, g: jax.Array, given: Any) -> jax.Array:
-        return jnp.sum(wide(g) * given)
+    def of(self, g: jax.Array, direction: Any) -> jax.Array:
+        return jnp.sum(jnp.square(widen(g)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs(LeafStatistic):
+class Projection(Reading):
+    """`<g, v>` of one parameter's gradient, with v the direction that is given at the call."""
+
+    @property
+    def takes_direction(self) -> bool:
+        return True
+
+    @property
+    def quantity(self) -> Quantity:
+        return Quantity.PROJECTIONS
+
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    def of(self, g: jax.Array, direction: Any) -> jax.Array:
+        return jnp.sum(widen(g) * direction)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(OfAllGradients):
     """`<g_i, g_j>` of one parameter's gradients, [B, B]."""
 
+    @property
+    def quantity(self) -> Quantity:
+        return Quantity.PAIRS
+
     def of_all(self, own: jax.Array, gs: jax.Array) -> jax.Array:
-        own, gs = (wide(x).reshape(len(x), -1) for x in (own, gs))
+        own, gs = (widen(x).reshape(len(x), -1) for x in (own, gs))
         return own @ gs.T
 
 
@@ -73,10 +100,22 @@ class Pairs(LeafStatistic):
 class Saved(LeafStatistic):
     """The factors of one parameter's gradients, `FactorPair` or None."""
 
+    @property
+    def phase(self) -> Phase:
+        return Phase.LAST
+
+    @property
+    def quantity(self) -> Quantity:
+        return Quantity.FACTORS
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Selecting(Statistic):
-    """A statistic of the parameters that `where` selects by their path."""
+    """A statistic of the parameters that `where` selects by their path; of all if it is None."""
+
+    def selects(self, path: str) -> bool:
+        where = getattr(self, "where", None)
+        return where is None or bool(where(path))
 
     def __repr__(self) -> str:
         fields = [(f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self)]
@@ -108,12 +147,6 @@ def _check_by(statistic: Statistic, by: Any) -> None:
         raise ArgumentError(f"{name}: by must be 'all' or 'leaf' (each parameter alone), not {by!r}.")
 
 
-def selects(statistic: Statistic, path: str) -> bool:
-    """Whether a statistic looks at the parameter at `path`."""
-    where = getattr(statistic, "where", None)
-    return where is None or bool(where(path))
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm(_Selecting):
     """The l2 norm of each example's gradient, shape [B]. Example weights do not change it.
@@ -141,7 +174,7 @@ class Norm(_Selecting):
         self._check_where(self.where)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        return (SquaredNorm(),) if selects(self, path) else ()
+        return (SquaredNorm(),) if self.selects(path) else ()
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
         if self.by == "all":
@@ -172,7 +205,7 @@ class Gram(_Selecting):
         self._check_where(self.where)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        return (Pairs(),) if selects(self, path) else ()
+        return (Pairs(),) if self.selects(path) else ()
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
         return added_up(leaves)
@@ -195,6 +228,10 @@ class Dot(Statistic):
     >>> pg.grad_stats(loss, pg.Dot())(jnp.ones(2), jnp.eye(2), direction=jnp.array([5.0, 7.0]))
     Array([5., 7.], dtype=float32)
     """
+
+    @property
+    def takes_direction(self) -> bool:
+        return True
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (Projection(),)
@@ -250,8 +287,23 @@ class ClippedMean(Mean):
         return (SquaredNorm(), self)
 
     @property
+    def phase(self) -> Phase:
+        return Phase.CLIPPED
+
+    @property
     def in_parts(self) -> bool:
         return False
+
+    @property
+    def shares_weights(self) -> bool:
+        return False
+
+    def weights(self, w: jax.Array, squared_norms: jax.Array) -> jax.Array:
+        own = self.weight(squared_norms)
+        return jnp.where(w != 0, w * own.astype(w.dtype), 0)
+
+    def norms_over(self, params: Sequence[int], param: int) -> tuple[int, ...]:
+        return tuple(params) if self.by == "all" else (param,)
 
     def weight(self, squared_norm: jax.Array) -> jax.Array:
         """phi(c), since phi(c g) = phi(c) phi(g). c is 1 for a gradient of zeros, NaN for one that is
@@ -287,7 +339,7 @@ class Factors(_Selecting):
         self._check_where(self.where)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        return (Saved(),) if selects(self, path) else ()
+        return (Saved(),) if self.selects(path) else ()
 
     @property
     def merging(self) -> Merging:
@@ -298,6 +350,9 @@ class Factors(_Selecting):
 class Loss(Statistic):
     """Each example's loss, shape [B]. Example weights do not change it."""
 
+    def result(self, seen: Seen) -> Any:
+        return seen.losses
+
     @property
     def merging(self) -> Merging:
         return Merging.JOINED
@@ -306,6 +361,13 @@ class Loss(Statistic):
 @dataclasses.dataclass(frozen=True)
 class Count(Statistic):
     """The number of examples; with example weights it is the sum of the weights."""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.NUMBER
+
+    def result(self, seen: Seen) -> Any:
+        return seen.count
 
     @property
     def merging(self) -> Merging:

@@ -20,11 +20,14 @@ from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Weights, accumulation_dtype, added, total, weigh, weighted_sum
 from pergrad._statistics.base import (
     Accumulator,
+    Layout,
     Merging,
     Per,
+    Quantity,
     Reading,
     Shaped,
     State,
+    WeightedSum,
     checked_per,
     name_of,
 )
@@ -64,7 +67,7 @@ FACTORABLE = ((jnp.square, 2), (jnp.abs, 1), (jnp.absolute, 1), (jnp.sign, 0))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mean(Accumulator):
+class Mean(WeightedSum):
     """`E[phi(g)]`, the mean over the examples of an elementwise function of their gradients.
 
     The result is shaped like the parameters. Without `phi` it is the mean gradient, what `jax.grad`
@@ -101,6 +104,10 @@ class Mean(Accumulator):
             raise ArgumentError(
                 f"phi must be an elementwise function such as jnp.square, not {self.phi!r}."
             )
+
+    @property
+    def unit(self) -> Per:
+        return self.per
 
     @property
     def in_parts(self) -> bool:
@@ -165,6 +172,10 @@ class Mean(Accumulator):
         return f"Mean({', '.join(filter(None, [phi, _per_of(self), said]))})"
 
 
+# The mean gradient, which other statistics are centred on.
+PLAIN_MEAN = Mean()
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Variance(Accumulator):
     """The unbiased variance of each coordinate over the examples, `sum (g - mean)^2 / (count - 1)`.
@@ -191,8 +202,25 @@ class Variance(Accumulator):
         object.__setattr__(self, "per", checked_per(self.per))
 
     @property
+    def unit(self) -> Per:
+        return self.per
+
+    @property
+    def quantity(self) -> Quantity:
+        return Quantity.CENTRED
+
+    @property
     def in_parts(self) -> bool:
         return True
+
+    def check_count(self, count: float) -> None:
+        group = self.per if isinstance(self.per, int) else 1
+        if self.per != "token" and count <= group:
+            what = "example" if group == 1 else f"group of {group} examples"
+            raise ArgumentError(
+                f"{self!r} needs more than one {what}, and this batch counts {count:g}. Use a "
+                "larger batch, or leave it out."
+            )
 
     @property
     def merging(self) -> Merging:
@@ -220,14 +248,14 @@ class Variance(Accumulator):
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         gs = gs.astype(state[1].dtype)
         share = jnp.asarray(total(w, gs.shape[0]), gs.dtype)
-        mean = self.mean_of(weighted_sum(gs, w), share)
+        mean = mean_of(weighted_sum(gs, w), share)
         m2 = weighted_sum(jnp.square(gs - mean[None]), w)
         return self.merge(state, (share, mean, m2))
 
-    @staticmethod
-    def mean_of(weighted: jax.Array, share: jax.Array) -> jax.Array:
-        """The mean of a group, from the sum of w g and that of w; 0 if nothing has any weight."""
-        return weighted / _positive(share)
+    def from_quantity(self, state: State | None, value: Any) -> Any:
+        """Merges a group's (share, mean, M2) with the state, which is empty if there is none yet."""
+        _, mean, _ = value
+        return self.merge(self.state_or_empty(state, mean), value)
 
     def merge(self, a: State, b: State) -> State:
         # share = s_a + s_b,  d = mean_b - mean_a,  mean = mean_a + d s_b / share
@@ -259,6 +287,11 @@ def _per_of(statistic: Mean | Variance) -> str:
     return "" if statistic.per == "example" else f"per={statistic.per!r}"
 
 
+def mean_of(weighted: jax.Array, share: jax.Array) -> jax.Array:
+    """The mean of a group, from the sum of w g and that of w; 0 if nothing has any weight."""
+    return weighted / _positive(share)
+
+
 def _positive(share: jax.Array) -> jax.Array:
     """`share`, or 1 where it is 0, to divide by."""
     return jnp.where(share > 0, share, jnp.ones_like(share))
@@ -268,7 +301,11 @@ def _positive(share: jax.Array) -> jax.Array:
 class Individual(Reading):
     """The gradients themselves, with the example axis in front. Example weights do not change them."""
 
-    def of(self, g: jax.Array, given: Any) -> jax.Array:
+    @property
+    def layout(self) -> Layout:
+        return Layout.PER_EXAMPLE_LIKE_PARAMETERS
+
+    def of(self, g: jax.Array, direction: Any) -> jax.Array:
         return g
 
 
@@ -342,6 +379,9 @@ class Fold(Accumulator):
                 "is not known. Give it a `merge`, a function of two states, or leave spmd_axis_name out."
             )
         return devices.merge(lambda a, b: self._checked("merge", merge(a, b), a), state)
+
+    def as_part(self, result: Any, devices: Devices) -> Any:
+        return super().as_part(devices.only_first(result), devices)
 
     def _checked(self, who: str, new: Any, old: Any) -> Any:
         """The new state, if it is like the old one."""

@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pergrad._compat import aval
 from pergrad._cut import Examples, Tail
-from pergrad._ir import weigh
-from pergrad._statistics import LeafStatistic, Variance
+from pergrad._ir import accumulation_dtype, in_groups, weigh
+from pergrad._statistics import LeafStatistic, Quantity, mean_of
 from pergrad._strategies.base import Job, Strategy
 from pergrad._strategies.factored import why_not_an_outer_product
+from pergrad._strategies.work import Work
 
 AT_A_TIME = 16
 
@@ -33,21 +35,32 @@ class Centred(Strategy):
     name = "centred"
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
-        return why_not_an_outer_product(tail) if isinstance(statistic, Variance) else "not a variance"
+        if statistic.quantity is not Quantity.CENTRED:
+            return "not a variance"
+        return why_not_an_outer_product(tail)
+
+    def seconds(self, work: Work, statistic: LeafStatistic) -> float:
+        # (B F_t + F_s) / product rate + B g / memory rate for each statistic
+        products = work.summing_operations / work.device.product_rate
+        return products + work.moving(work.size * work.gradient, at_once=3 * work.gradient)
+
+    def operations(self, work: Work, statistics: int) -> float:
+        return statistics * (work.summing_operations + 4 * work.size * work.numbers)
+
+    def temporary_bytes(self, work: Work) -> float:
+        return work.gradient
+
+    def reason(self, work: Work) -> str:
+        return "an outer product for each"
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         total = examples.total
         (g,) = tail.summed_gradients(examples.factors, examples.constants, examples.weights, total)
-        states = []
-        for job in jobs:
-            variance, state = job.statistic, job.state(tail)
-            assert isinstance(variance, Variance)
-            _, like, _ = state
-            share = jnp.asarray(total, like.dtype)
-            mean = variance.mean_of(g.astype(like.dtype), share)
-            m2 = _squares_around(mean, tail, examples)
-            states.append(variance.merge(state, (share, mean, m2)))
-        return states
+        g = g.astype(accumulation_dtype(aval(tail.grads[0]).dtype))
+        share = jnp.asarray(total, g.dtype)
+        mean = mean_of(g, share)
+        centred = share, mean, _squares_around(mean, tail, examples)
+        return [job.from_quantity(centred) for job in jobs]
 
 
 def _squares_around(mean: jax.Array, tail: Tail, examples: Examples) -> jax.Array:
@@ -61,10 +74,8 @@ def _squares_around(mean: jax.Array, tail: Tail, examples: Examples) -> jax.Arra
             m2 = m2 + weigh(jnp.square(g.astype(mean.dtype) - mean), own)
         return m2
 
-    steps, rest = divmod(examples.size, AT_A_TIME)
-    m2 = added(jnp.zeros_like(mean), jax.tree.map(lambda x: x[:rest], examples.along))
-    if not steps:
+    first, groups = in_groups(examples.along, examples.size, AT_A_TIME)
+    m2 = added(jnp.zeros_like(mean), first)
+    if examples.size < AT_A_TIME:
         return m2
-    groups = jax.tree.map(lambda x: x[rest:].reshape(steps, AT_A_TIME, *x.shape[1:]), examples.along)
-    m2, _ = lax.scan(lambda m2, xs: (added(m2, xs), None), m2, groups, length=steps)
-    return m2
+    return lax.scan(lambda m2, xs: (added(m2, xs), None), m2, groups)[0]

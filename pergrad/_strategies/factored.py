@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._cut import Examples, Product, Tail
-from pergrad._ir import Env, added
-from pergrad._statistics import LeafStatistic, Mean
+from pergrad._ir import Env
+from pergrad._statistics import LeafStatistic, WeightedSum
 from pergrad._strategies.base import Job, Strategy
+from pergrad._strategies.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +35,31 @@ class Factored(Strategy):
     name = "factored"
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
-        if not isinstance(statistic, Mean):
+        if not isinstance(statistic, WeightedSum):
             return "not a mean"
         if not statistic.is_factorable:
             return "phi is not known to be factorable"
         return why_not_an_outer_product(tail)
 
+    def seconds(self, work: Work, statistic: LeafStatistic) -> float:
+        # (B F_t + F_s) / product rate + (2 f + g) / memory rate for each statistic
+        products = work.summing_operations / work.device.product_rate
+        return products + work.moving(2 * work.factors + work.gradient)
+
+    def operations(self, work: Work, statistics: int) -> float:
+        return statistics * work.summing_operations
+
+    def temporary_bytes(self, work: Work) -> float:
+        return work.factors
+
+    def reason(self, work: Work) -> str:
+        return "an outer product for each"
+
+    def sums_factors(self, tail: Tail) -> bool:
+        return True
+
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        return [added(job.given, self._sum(tail, job.statistic, examples)) for job in jobs]
+        return [job.from_quantity(self._sum(tail, job.statistic, examples)) for job in jobs]
 
     def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
         (product,) = tail.terms
@@ -49,14 +67,14 @@ class Factored(Strategy):
         env = tail.env(examples.factors, examples.constants)
         env[product.out] = product.sum_of(*_phi_of_factors(product, mean, env), examples.weights)
         return tail.moved_and_scaled(
-            env, lambda step, x: x * mean.apply(tail.number(step, env, x.dtype))
+            env, lambda step, x: x * mean.apply(tail.number_of(step, env, x.dtype))
         )
 
 
-def _phi_of_factors(product: Product, mean: Mean, env: Env) -> tuple[jax.Array, jax.Array]:
+def _phi_of_factors(product: Product, mean: WeightedSum, env: Env) -> tuple[jax.Array, jax.Array]:
     """phi(X) and phi(D), where neither hides what phi(X^T D) is."""
     x, d = product.read(env)
-    if mean.phi is None:
+    if mean.is_sum:
         return x, d
     if mean.degree is None or mean.degree > 1:
         x, d = product.balanced(x, d)

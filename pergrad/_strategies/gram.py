@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pergrad._cut import Examples, Product, Tail
-from pergrad._statistics import LeafStatistic, Pairs, SquaredNorm
+from pergrad._statistics import LeafStatistic, Quantity
 from pergrad._strategies.base import Job, Strategy
+from pergrad._strategies.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
-class Gram(Strategy):
+class InnerProducts(Strategy):
     """`batched` says whether the products of all examples are one batched product, or single ones."""
 
     name = "gram"
@@ -32,11 +33,36 @@ class Gram(Strategy):
     batched: bool = False
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
-        if not isinstance(statistic, (SquaredNorm, Pairs)):
+        if statistic.quantity not in (Quantity.SQUARED_NORMS, Quantity.PAIRS):
             return "not a norm or an inner product"
         if len(tail.terms) != 1 or not isinstance(tail.terms[0], Product):
             return "not a single product"
         return tail.why_not_similar()
+
+    def seconds(self, work: Work, statistic: LeafStatistic) -> float:
+        # B F_g / product rate + 2 f / memory rate + B loop steps, or B F_g / batched rate + 2 f / memory
+        # rate; for the inner products of all pairs B times as many operations.
+        others = work.size if statistic.quantity is Quantity.PAIRS else 1
+        operations = work.size * _operations_of_one(work) * others
+        device = work.device
+        rate = device.batched_rate if self.batched else device.product_rate
+        rounds = 0 if self.batched else work.size * device.loop_step
+        return operations / rate + work.moving(2 * work.factors) + rounds
+
+    def operations(self, work: Work, statistics: int) -> float:
+        return statistics * work.size * _operations_of_one(work)
+
+    def temporary_bytes(self, work: Work) -> float:
+        return 2 * work.positions**2 * 4 if work.positions > 1 else 0
+
+    def reason(self, work: Work) -> str:
+        return "inner products of the factors"
+
+    def fitted(self, work: Work, at_a_time: int | None) -> InnerProducts:
+        """As one batched product where that takes less time than a loop over single ones."""
+        operations, device = _operations_of_one(work), work.device
+        looped = operations / device.product_rate + device.loop_step
+        return InnerProducts(batched=operations / device.batched_rate < looped)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         (product,) = tail.terms
@@ -44,11 +70,12 @@ class Gram(Strategy):
         env = tail.env(examples.factors, examples.constants)
         x, d = product.in_rows(env)
         square = jnp.square(tail.similarity(env, x.dtype))
-        return [
-            square
-            * (self._pairs(x, d, examples) if isinstance(job.statistic, Pairs) else self._norms(x, d))
-            for job in jobs
-        ]
+
+        def quantity(job: Job) -> jax.Array:
+            of_pairs = job.statistic.quantity is Quantity.PAIRS
+            return square * (self._pairs(x, d, examples) if of_pairs else self._norms(x, d))
+
+        return [job.from_quantity(quantity(job)) for job in jobs]
 
     def _norms(self, x: jax.Array, d: jax.Array) -> jax.Array:
         if x.shape[2] == 1:
@@ -76,3 +103,8 @@ class Gram(Strategy):
 def _squares(x: jax.Array) -> jax.Array:
     """The squared norm of the only row of each matrix."""
     return jnp.sum(jnp.square(x), axis=(2, 3))
+
+
+def _operations_of_one(work: Work) -> float:
+    """F_g = 2 T^2 (a + b): of the norm of one example's gradient, from its factors."""
+    return 2 * work.positions * work.factor_numbers

@@ -13,30 +13,50 @@ from typing import Any
 import jax
 
 from pergrad._cut import Examples, Tail
-from pergrad._statistics import Accumulator, LeafStatistic, Mean, Pairs, Reading
-from pergrad._strategies.base import Job, Strategy
+from pergrad._statistics import LeafStatistic, OfAllGradients, Reading
+from pergrad._strategies.base import Job, Strategy, reason_to_form
+from pergrad._strategies.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
 class Materialise(Strategy):
     name = "materialise"
+    forms_gradients = True
+    feeds_all = True
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         return None
+
+    def seconds(self, work: Work, statistic: LeafStatistic) -> float:
+        # B (F_t + F_s) / batched rate + B g (1 + s) / memory rate
+        passes = 1 + work.accumulators
+        formed = work.forming_operations / work.device.batched_rate
+        return formed + work.moving(work.size * work.gradient * passes)
+
+    def operations(self, work: Work, statistics: int) -> float:
+        # About two for every number that feeds a statistic.
+        return work.forming_operations + 2 * work.size * statistics * work.numbers
+
+    def temporary_bytes(self, work: Work) -> float:
+        return work.formed * work.size
+
+    def reason(self, work: Work) -> str:
+        return reason_to_form(work, "small") if work.tail.terms else "the same for every example"
+
+    def sums_factors(self, tail: Tail) -> bool:
+        return all(term.is_value for term in tail.terms)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         gs = jax.vmap(
             lambda factors: tail.gradients(factors, examples.constants), axis_size=examples.size
         )(examples.factors)
-        return [_feed(job, tail, gs[job.grad], examples) for job in jobs]
+        return [_fed(job, tail, gs[job.place], examples) for job in jobs]
 
 
-def _feed(job: Job, tail: Tail, gs: jax.Array, examples: Examples) -> Any:
+def _fed(job: Job, tail: Tail, gs: jax.Array, examples: Examples) -> Any:
     statistic = job.statistic
     if isinstance(statistic, Reading):
-        return jax.vmap(lambda g: statistic.of(g, job.given))(gs)
-    if isinstance(statistic, Pairs):
+        return jax.vmap(lambda g: statistic.of(g, job.direction))(gs)
+    if isinstance(statistic, OfAllGradients):
         return statistic.of_all(examples.those_here(gs), gs)
-    assert isinstance(statistic, Accumulator)
-    state = job.given if isinstance(statistic, Mean) else job.state(tail)
-    return statistic.add_all(state, gs, examples.weights)
+    return job.fed(tail, gs, examples.weights)

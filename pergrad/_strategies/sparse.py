@@ -34,35 +34,55 @@ from jax import lax
 
 from pergrad._compat import aval
 from pergrad._cut import Examples, Lookup, Rows, Tail, Way, of_nothing, ways_to
-from pergrad._ir import Weights, accumulation_dtype, added, total, weigh
-from pergrad._statistics import LeafStatistic, Mean, Pairs, SquaredNorm, Variance
+from pergrad._ir import Weights, accumulation_dtype, counts, total, weigh
+from pergrad._statistics import PLAIN_MEAN, LeafStatistic, Quantity, WeightedSum
 from pergrad._strategies.base import Job, Strategy
+from pergrad._strategies.work import Work
 
-_MEAN = Mean()
+GIVEN = (Quantity.SUM, Quantity.CENTRED, Quantity.SQUARED_NORMS, Quantity.PAIRS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Strategy):
     name = "sparse"
+    feeds_all = True
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
-        if not isinstance(statistic, (Mean, Variance, SquaredNorm, Pairs)):
+        if statistic.quantity not in GIVEN:
             return "needs the whole gradient"
-        if not tail.terms or not all(isinstance(term, Lookup) for term in tail.terms):
+        if not tail.terms or not all(term.is_lookup for term in tail.terms):
             return "not lookups alone"
         if tail.adds:
             return "adds something after the lookup"
-        if isinstance(statistic, Mean) and not _is_finite_at_zero(statistic):
+        if isinstance(statistic, WeightedSum) and not _is_finite_at_zero(statistic):
             return "phi(0) is not known to be finite"
         reasons = (_why_not_rows(tail, place, statistic) for place in range(len(tail.grads)))
         return next(filter(None, reasons), None)
 
+    def seconds(self, work: Work, statistic: LeafStatistic) -> float:
+        # (2 + s) (f + g) / memory rate
+        return work.moving((2 + work.accumulators) * (work.factors + work.gradient))
+
+    def operations(self, work: Work, statistics: int) -> float:
+        return 2 * statistics * work.size * work.factor_numbers
+
+    def temporary_bytes(self, work: Work) -> float:
+        """The rows that all examples looked up, and what each accumulator takes in of them."""
+        lookups = [term for term in work.tail.terms if isinstance(term, Lookup)]
+        rows = sum(t.contributions * counts.nbytes(t.out) / t.table for t in lookups)
+        return work.size * rows * (1 + work.accumulators)
+
+    def reason(self, work: Work) -> str:
+        terms = [term for term in work.tail.terms if isinstance(term, Lookup)]
+        touched = sum(term.contributions for term in terms)
+        return f"touches at most {touched} of {terms[0].table} rows"
+
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         looked_up = {
-            place: _LookedUp(tail, place, tuple(j for j in jobs if j.grad == place), examples)
-            for place in dict.fromkeys(job.grad for job in jobs)
+            place: _LookedUp(tail, place, tuple(j for j in jobs if j.place == place), examples)
+            for place in dict.fromkeys(job.place for job in jobs)
         }
-        return [looked_up[job.grad].result(job) for job in jobs]
+        return [job.from_quantity(looked_up[job.place].quantity(job.statistic)) for job in jobs]
 
 
 def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | None:
@@ -76,7 +96,7 @@ def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | Non
     if any(way.layout != ways[0].layout for way in ways):
         return "lookups in tables that are laid out differently"
     if any(way.repeats for way in ways):
-        if isinstance(statistic, (SquaredNorm, Pairs)):
+        if statistic.quantity in (Quantity.SQUARED_NORMS, Quantity.PAIRS):
             return "repeats entries after the lookup"
         if not all(way.has_one_number and not way.replaces for way in ways):
             return "repeats entries and scales or drops them one by one"
@@ -142,12 +162,12 @@ class _LookedUp:
         return Rows.of(jnp.concatenate(all_keys, axis=1), jnp.concatenate(all_values, axis=1))
 
     @functools.cached_property
-    def sums(self) -> dict[Mean, jax.Array]:
+    def sums(self) -> dict[WeightedSum, jax.Array]:
         """The sums over rows of w_i (phi(v_ir) - phi(0)) for all phi that are needed, like the table."""
         statistics = [job.statistic for job in self.jobs]
-        means = dict.fromkeys(s for s in statistics if isinstance(s, Mean))
-        if any(isinstance(s, Variance) for s in statistics):
-            means |= {_MEAN: None}
+        means = dict.fromkeys(s for s in statistics if isinstance(s, WeightedSum))
+        if any(s.quantity is Quantity.CENTRED for s in statistics):
+            means |= {PLAIN_MEAN: None}
         values, zero, w = self.rows.values, jnp.zeros((), self.dtype), self.examples.weights
         columns = [weigh(mean.apply(values) - mean.apply(zero), w) for mean in means]
         tables = self.table.to_table(self.rows.keys, jnp.stack(columns, axis=2))
@@ -157,26 +177,26 @@ class _LookedUp:
         """What is like the table, laid out like the gradient, with 0 where no entry comes in."""
         return self.ways[0].moved(self.env, x)
 
-    def result(self, job: Job) -> Any:
-        match job.statistic:
-            case Variance():
-                state = self._centred(job.statistic)
-                return job.statistic.merge(job.state(self.tail), state)
-            case Mean():
-                return added(job.given, self._mean(job.statistic))
-            case SquaredNorm():
+    def quantity(self, statistic: LeafStatistic) -> Any:
+        """The quantity that a statistic is made of."""
+        if isinstance(statistic, WeightedSum):
+            return self._sum(statistic)
+        match statistic.quantity:
+            case Quantity.CENTRED:
+                return self._centred()
+            case Quantity.SQUARED_NORMS:
                 return _squared_norms(self.rows) + self._square_of_nothing()
-            case Pairs():
+            case Quantity.PAIRS:
                 return _pairs(self.table, self.rows, self.examples) + self._square_of_nothing()
-        raise AssertionError(job.statistic)
+        raise AssertionError(statistic)
 
-    def _mean(self, mean: Mean) -> jax.Array:
+    def _sum(self, mean: WeightedSum) -> jax.Array:
         zero, z = jnp.zeros((), self.dtype), self.of_nothing
         own = self.moved(self.sums[mean]) + self.n * mean.apply(zero)
         return own if z is None else jnp.where(z == 0, own, self.n * mean.apply(z))
 
-    def _centred(self, variance: Variance) -> Any:
-        mean = self.sums[_MEAN] / jnp.maximum(self.n, jnp.finfo(self.dtype).tiny)
+    def _centred(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        mean = self.sums[PLAIN_MEAN] / jnp.maximum(self.n, jnp.finfo(self.dtype).tiny)
         m2 = _squares_around(mean, self.table, self.rows, self.examples.weights, self.n)
         z = 0 if self.of_nothing is None else self.of_nothing
         return self.n, self.moved(mean) + z, self.moved(m2) + z
@@ -211,8 +231,8 @@ def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: 
     return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)
 
 
-def _is_finite_at_zero(mean: Mean) -> bool:
-    if mean.factorable is None and mean.is_factorable:
+def _is_finite_at_zero(mean: WeightedSum) -> bool:
+    if mean.degree is not None:
         return True  # 0, for every function that is known to be factorable
     try:
         with jax.ensure_compile_time_eval():

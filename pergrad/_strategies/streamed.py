@@ -20,13 +20,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from pergrad._cut import Examples, Tail
+from pergrad._ir import in_groups
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State
-from pergrad._strategies.base import Job, Strategy
+from pergrad._strategies.base import Job, Strategy, reason_to_form
+from pergrad._strategies.work import Work
+
+# On the CPU as many examples share one pass over the states where that pass takes more than this part of
+# the time of their products. With more at a time, the program of the loop grows and nothing else
+# changes.
+TOGETHER, WORTH_SHARING = 4, 0.4
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed(Strategy):
     name = "streamed"
+    forms_gradients = True
+    feeds_all = True
+    takes_number = True
 
     at_a_time: int = 1
     batched: bool = False
@@ -37,13 +47,41 @@ class Streamed(Strategy):
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
+    def seconds(self, work: Work, statistic: LeafStatistic) -> float:
+        # B (F_t + F_s) / product rate + B g (1 + 2 s) / memory rate + B loop steps
+        g, s = work.gradient, work.accumulators
+        passes = work.moving(work.size * g * (1 + 2 * s), at_once=g * (1 + s))
+        formed = work.forming_operations / work.device.product_rate
+        return formed + passes + work.size * work.device.loop_step
+
+    def operations(self, work: Work, statistics: int) -> float:
+        # About two for every number that feeds a statistic.
+        return work.forming_operations + 2 * work.size * statistics * work.numbers
+
+    def temporary_bytes(self, work: Work) -> float:
+        return work.formed * min(self.at_a_time, work.size)
+
+    def reason(self, work: Work) -> str:
+        terms = work.tail.terms
+        if not terms:
+            return "the same for every example"
+        positions = max(term.contributions for term in terms)
+        what = f"sums over {positions} positions" if positions > 1 else "not a mean of factorable phi"
+        return reason_to_form(work, what if len(terms) == 1 else f"{what}, {len(terms)} terms")
+
+    def fitted(self, work: Work, at_a_time: int | None) -> Streamed:
+        at_a_time = at_a_time or _liked_at_a_time(work)
+        return Streamed(max(1, min(at_a_time, work.size)), batched=work.device.stream_size > 0)
+
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         # Without axes of length 1: XLA copies what goes into a loop if it had put them elsewhere.
         factors, own_weights = examples.along
         shapes = [x.shape[1:] for x in factors]
         xs = [x.reshape(len(x), *(n for n in x.shape[1:] if n != 1)) for x in factors], own_weights
-        accumulators = [(j.grad, j.statistic) for j in jobs if isinstance(j.statistic, Accumulator)]
-        readings = [(j.grad, j.statistic, j.given) for j in jobs if isinstance(j.statistic, Reading)]
+        accumulators = [(j.place, j.statistic) for j in jobs if isinstance(j.statistic, Accumulator)]
+        readings = [
+            (j.place, j.statistic, j.direction) for j in jobs if isinstance(j.statistic, Reading)
+        ]
 
         def gradients(factors: list[jax.Array]) -> list[jax.Array]:
             factors = [x.reshape(shape) for x, shape in zip(factors, shapes, strict=True)]
@@ -53,7 +91,7 @@ class Streamed(Strategy):
             factors, w = xs
             gs, w = gradients(factors), examples.weights if w is None else w
             pairs = zip(accumulators, states, strict=True)
-            values = [reading.of(gs[k], given) for k, reading, given in readings]
+            values = [reading.of(gs[k], direction) for k, reading, direction in readings]
             return [accumulator.add(state, gs[k], w) for (k, accumulator), state in pairs], values
 
         def group(states: list[State], xs: Any) -> tuple[list[State], list[Any]]:
@@ -62,30 +100,43 @@ class Streamed(Strategy):
             w = examples.weights if w is None else w
             pairs = zip(accumulators, states, strict=True)
             values = [
-                jax.vmap(lambda g, reading=reading, given=given: reading.of(g, given))(gs[k])
-                for k, reading, given in readings
+                jax.vmap(lambda g, reading=reading, v=direction: reading.of(g, v))(gs[k])
+                for k, reading, direction in readings
             ]
             return [accumulator.add_all(state, gs[k], w) for (k, accumulator), state in pairs], values
 
-        states = [job.state(tail) for job in jobs if isinstance(job.statistic, Accumulator)]
+        own = [job for job in jobs if job.statistic.accumulates]
+        states: list[State] = [job.accumulator_and_state(tail)[1] for job in own]
         size = examples.size
         if self.batched:
-            steps = size // self.at_a_time
-            grouped = steps * self.at_a_time
-            groups = jax.tree.map(lambda x: x[:grouped].reshape(steps, self.at_a_time, *x.shape[1:]), xs)
-            states, first = lax.scan(group, states, groups, length=steps)
-            rest = jax.tree.map(lambda x: x[grouped:], xs)
-            states, last = lax.scan(one, states, rest, length=size - grouped)
+            first, groups = in_groups(xs, size, self.at_a_time)
+            rounds, rest = divmod(size, self.at_a_time)
+            states, of_first = lax.scan(one, states, first, length=rest)
+            states, of_groups = lax.scan(group, states, groups, length=rounds)
             values = [
-                jnp.concatenate([a.reshape(grouped, *b.shape[1:]), b])
-                for a, b in zip(first, last, strict=True)
+                jnp.concatenate([a, b.reshape(size - rest, *a.shape[1:])])
+                for a, b in zip(of_first, of_groups, strict=True)
             ]
         else:
             states, values = lax.scan(
                 one, states, xs, length=size, unroll=max(1, min(self.at_a_time, size))
             )
         of_accumulators, of_readings = iter(states), iter(values)
-        return [
-            next(of_accumulators if isinstance(job.statistic, Accumulator) else of_readings)
-            for job in jobs
-        ]
+        return [next(of_accumulators if j.statistic.accumulates else of_readings) for j in jobs]
+
+
+def _liked_at_a_time(work: Work) -> int:
+    """How many examples should go through one round of the stream.
+
+    An accelerator takes as many as its memory allows for one batched product. On the CPU products stay
+    single, and a few examples share one pass over the states where passes are what takes the time. The
+    patches of a convolution always take longer than these passes.
+    """
+    device = work.device
+    if device.stream_size:
+        return int(device.stream_size / max(work.formed, 1))
+    if work.convolves:
+        return 1
+    products = (work.term_operations + work.step_operations) / device.product_rate
+    passes = work.moving(work.gradient * (1 + 2 * work.accumulators), at_once=0)
+    return TOGETHER if passes > WORTH_SHARING * products else 1

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pergrad._cut import Examples, Ragged, Tail
-from pergrad._ir import Weights, added
-from pergrad._statistics import Accumulator, LeafStatistic, Mean, Projection, Variance
+from pergrad._cut import Examples, Tail
+from pergrad._ir import Weights
+from pergrad._statistics import LeafStatistic, Quantity
 from pergrad._strategies.base import Job, Strategy
+from pergrad._strategies.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +30,31 @@ class Summed(Strategy):
     name = "summed"
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
-        if isinstance(statistic, Accumulator) and statistic.is_sum:
+        if statistic.is_sum:
             return None
         if not tail.terms:
-            return None if isinstance(statistic, (Mean, Variance)) else "not a mean"
-        if not isinstance(statistic, Projection):
+            sums = (Quantity.SUM, Quantity.CENTRED)
+            return None if statistic.quantity in sums else "not a mean"
+        if statistic.quantity is not Quantity.PROJECTIONS:
             return "not the mean gradient"
-        has_ragged = any(isinstance(term, Ragged) for term in tail.terms)
-        return "JAX cannot differentiate the sum of a ragged product" if has_ragged else None
+        return next((term.why_no_derivative for term in tail.terms if term.why_no_derivative), None)
+
+    def seconds(self, work: Work, statistic: LeafStatistic) -> float:
+        # (B F_t + F_s) / product rate + (f + g) / memory rate; a sum that is a convolution has its own.
+        rate = work.device.convolution_rate if work.convolves else work.device.product_rate
+        return work.summing_operations / rate + work.moving(work.factors + work.gradient)
+
+    def operations(self, work: Work, statistics: int) -> float:
+        return work.summing_operations
+
+    def temporary_bytes(self, work: Work) -> float:
+        return 0
+
+    def reason(self, work: Work) -> str:
+        return "one sum over all examples" if work.tail.terms else "the same for every example"
+
+    def sums_factors(self, tail: Tail) -> bool:
+        return True
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         total = examples.total
@@ -45,17 +63,19 @@ class Summed(Strategy):
             return tail.summed_gradients(examples.factors, examples.constants, w, total)
 
         def projections(job: Job) -> jax.Array:
-            ones = jnp.ones(examples.size, job.given.dtype)
-            _, pull = jax.vjp(lambda w: sums(w, jnp.sum(w))[job.grad].astype(w.dtype), ones)
-            return pull(job.given)[0]
+            ones = jnp.ones(examples.size, job.direction.dtype)
+            _, pull = jax.vjp(lambda w: sums(w, jnp.sum(w))[job.place].astype(w.dtype), ones)
+            return pull(job.direction)[0]
 
         def fed(job: Job, g: jax.Array) -> Any:
-            assert isinstance(job.statistic, Accumulator)
-            return added(job.given, g) if tail.terms else job.statistic.add(job.state(tail), g, total)
+            if tail.terms:
+                return job.from_quantity(g)
+            accumulator, state = job.accumulator_and_state(tail)
+            return accumulator.add(state, g, total)
 
-        is_projection = [isinstance(job.statistic, Projection) for job in jobs]
+        is_projection = [job.statistic.quantity is Quantity.PROJECTIONS for job in jobs]
         gs = [] if all(is_projection) else sums(examples.weights, total)
         return [
-            projections(job) if is_one else fed(job, gs[job.grad])
+            projections(job) if is_one else fed(job, gs[job.place])
             for job, is_one in zip(jobs, is_projection, strict=True)
         ]

@@ -1,9 +1,9 @@
-"""Step 1: a loss becomes the gradient program of one example.
+"""Stage 1: a loss becomes the gradient program of one example.
 
 The program is flat: calls are inlined by tracing them again (equal sub-programs share variables, so
 pasting their equations would not do), and equations that no output needs are gone. What is left is
-a list of equations that the next step can walk through. On the way axes of length 1 are dropped, of
-which a batch of one has many (`_squeeze`).
+a list of equations that the next stage can walk through. On the way axes of length 1 are dropped, of
+which a batch of one has many (`unit_axes`).
 
 `remat` must keep its recomputation. Its lowering is a barrier on the arguments and then the body,
 and that is how it is inlined here: the body follows an `optimization_barrier` on the arguments, which
@@ -35,7 +35,7 @@ from jax.extend.core import primitives
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._errors import ArgumentError
-from pergrad._ir import Env, Loop, distinct, given, programs, read, take_branch
+from pergrad._ir import Env, Loop, distinct, programs, read, starting_env, take_branch
 from pergrad._trace.ragged import with_batching
 from pergrad._trace.unit_axes import as_known, evaluate_squeezed
 
@@ -80,17 +80,17 @@ class Program:
             aux_tree=aux_tree,
         )
 
-    def given(
+    def starting_env(
         self, params: Sequence[Any], example: Sequence[Any] | None = None, cotangent: float = 1
     ) -> Env:
-        """What the program starts from; without the example, what is the same for all of them."""
+        """The values that the program starts from; without an example, those that all examples share."""
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         env |= zip(self.params, params, strict=True)
         env[self.cotangent] = jnp.full((), cotangent, _compat.aval(self.cotangent).dtype)
         return env if example is None else env | dict(zip(self.example, example, strict=True))
 
     def replaced_by(self, program: ClosedJaxpr) -> Program:
-        """Another program that takes and gives the same."""
+        """This program with other equations, which take and return the same."""
         return Program.of(program, len(self.params), self.aux_tree)
 
 
@@ -159,7 +159,7 @@ def _inline(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> li
 
 def _inline_squeezed(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
     """As `_inline`, where arguments and results may lack axes of length 1."""
-    env = given(program, args)
+    env = starting_env(program, args)
     for eqn in program.jaxpr.eqns:
         inline = table.get(eqn.primitive)
         ins = [read(env, v) for v in eqn.invars]
@@ -185,15 +185,15 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
 
 
 def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
-    """A loop stays one, with the calls in its step inlined."""
+    """A loop stays one, with the calls in its body inlined."""
     loop = Loop(eqn, eqn.params["jaxpr"])
     consts, init, xs = loop.operands(as_known(args, eqn.invars))
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _inline(loop.step, [*consts, *carry, *x], table)
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _inline(loop.body, [*consts, *carry, *x], table)
         return outs[: loop.num_carry], outs[loop.num_carry :]
 
-    ends, ys = loop.run(step, init, xs)
+    ends, ys = loop.run(body, init, xs)
     return [*ends, *ys]
 
 

@@ -5,8 +5,9 @@ to which `vmap` puts the axis of the examples. XLA does not see that this is the
 on the CPU it copies operands of products to transpose them, and fuses less. Without the axes of length 1
 the two are alike, and have fewer equations.
 
-Here are the primitives that can do without. A rule is given its operands with these axes or without, and
-returns its result without. Any other equation gets its operands as it knows them (`as_known`).
+Here are the primitives that can do without such axes. A rule takes its operands with these axes or
+without, and returns its result without. Any other equation gets its operands as it knows them
+(`as_known`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax.sharding import AxisType
 
 from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Primitive, aval
+from pergrad._ir import Is, those_that_are
 
 # None if this equation cannot do without after all.
 Rule = Callable[[JaxprEqn, Sequence[Any]], Any]
@@ -154,15 +156,5 @@ RULES: dict[Primitive, Rule] = {
     p.concatenate_p: lambda eqn, ins: _along(eqn, ins, "dimension"),
     _compat.split_p: lambda eqn, ins: _along(eqn, ins, "axis"),
     **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.reduce_and_p], _reduction),
-    **dict.fromkeys(
-        [
-            *(p.add_p, p.sub_p, p.mul_p, p.div_p, p.neg_p, p.max_p, p.min_p, p.abs_p, p.sign_p),
-            *(p.pow_p, p.integer_pow_p, p.sqrt_p, p.rsqrt_p, p.square_p, p.add_jaxvals_p),
-            *(p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.tanh_p, p.logistic_p, p.erf_p),
-            *(p.sin_p, p.cos_p, p.select_n_p, p.convert_element_type_p, p.stop_gradient_p),
-            *(p.eq_p, p.ne_p, p.lt_p, p.le_p, p.gt_p, p.ge_p, p.and_p, p.or_p, p.not_p),
-            *(p.copy_p, _compat.name_p),
-        ],
-        _elementwise,
-    ),
+    **dict.fromkeys(those_that_are(Is.ELEMENTWISE), _elementwise),
 }

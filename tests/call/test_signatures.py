@@ -15,7 +15,7 @@ import pytest
 
 import pergrad as pg
 from pergrad._call import StrategyName
-from pergrad._plan import STRATEGIES
+from pergrad._strategies import STRATEGIES
 
 OPTIONS = {
     "batch_argnums": 1,

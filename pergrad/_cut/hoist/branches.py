@@ -15,15 +15,15 @@ from pergrad._cut.hoist.leaving import can_leave
 from pergrad._cut.steps import is_zero
 from pergrad._cut.tail import Tail
 from pergrad._ir import (
+    dependents,
     distinct,
     evaluate,
-    evaluate_still,
-    given,
+    evaluate_independent,
     needed_equations,
     read,
+    starting_env,
     take_branch,
     take_by_example,
-    varying,
 )
 
 
@@ -53,7 +53,7 @@ def leave_branches(
         k
         for branch, own in zip(branches, tails, strict=True)
         for tail in own
-        if index_varies and _given_constants(branch, tail)
+        if index_varies and _constants_from_inputs(branch, tail)
         for k in tail.params
     }
     gone = set(leaving) - fixed
@@ -67,7 +67,7 @@ def leave_branches(
 
     def run(number: int) -> Callable[..., Any]:
         def branch(*operands: Any) -> Any:
-            env = given(branches[number], operands)
+            env = starting_env(branches[number], operands)
             evaluate(branches[number].jaxpr.eqns, env)
             factors = [
                 [read(env, v) if n == number else jnp.zeros_like(aval(v)) for v in tail.factors]
@@ -109,17 +109,17 @@ def _constants(
     """
     index, *operands = ins
     guarded = [
-        distinct(v for tail in own for v in _given_constants(branch, tail))
+        distinct(v for tail in own for v in _constants_from_inputs(branch, tail))
         for branch, own in zip(branches, tails, strict=True)
     ]
 
     def run(number: int) -> Callable[..., Any]:
         def branch(*still: Any) -> list[list[Any]]:
             program, operands = branches[number], iter(still)
-            env = given(program, [None if v else next(operands) for v in varies])
+            env = starting_env(program, [None if v else next(operands) for v in varies])
             needed = needed_equations(program.jaxpr.eqns, guarded[number])
-            moving = varying(needed, itertools.compress(program.jaxpr.invars, varies))
-            evaluate_still(needed, env, moving)
+            moving = dependents(needed, itertools.compress(program.jaxpr.invars, varies))
+            evaluate_independent(needed, env, moving)
             return [
                 [env[v] if n == number else jnp.ones_like(aval(v)) for v in own]
                 for n, own in enumerate(guarded)
@@ -134,24 +134,26 @@ def _constants(
     constants = []
     for program, own, names, values in zip(branches, tails, guarded, made, strict=True):
         env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-        evaluate_still(program.jaxpr.eqns, env, varying(program.jaxpr.eqns, program.jaxpr.invars))
+        evaluate_independent(
+            program.jaxpr.eqns, env, dependents(program.jaxpr.eqns, program.jaxpr.invars)
+        )
         env |= zip(names, values, strict=True)
         constants += [[env[v] for v in tail.constants] for tail in own]
     return constants
 
 
-def _given_constants(branch: ClosedJaxpr, tail: Tail) -> list[Var]:
+def _constants_from_inputs(branch: ClosedJaxpr, tail: Tail) -> list[Var]:
     """The constants of a tail that depend on what its branch is given."""
-    given = varying(branch.jaxpr.eqns, branch.jaxpr.invars)
-    return [v for v in tail.constants if v in given]
+    from_inputs = dependents(branch.jaxpr.eqns, branch.jaxpr.invars)
+    return [v for v in tail.constants if v in from_inputs]
 
 
 def _tails_of_branch(
     branch: ClosedJaxpr, leaving: Sequence[int], varies: Sequence[bool], split: bool
 ) -> list[Tail]:
     """The tails of a branch that make something other than zeros."""
-    given = itertools.compress(branch.jaxpr.invars, varies)
-    walk = Walk.inside(branch.jaxpr, given, leaving, split=split)
+    inputs = itertools.compress(branch.jaxpr.invars, varies)
+    walk = Walk.inside(branch.jaxpr, inputs, leaving, split=split)
     tails = walk.tails(range(len(leaving)), leaving)
     return [t for t in tails if not all(is_zero(g, walk.made_by) for g in t.grads)]
 

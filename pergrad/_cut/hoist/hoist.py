@@ -1,11 +1,11 @@
-"""Between step 1 and step 2: sums over positions leave loops and branches.
+"""Between stages 1 and 2: sums over positions leave loops and branches.
 
 The weights of a recurrence are constants of a loop, and their gradient adds up in its carry. With x_l
-and d_l what is multiplied in step l of the loop,
+and d_l what is multiplied in round l of the loop,
 
     carry_l = carry_(l-1) + x_l^T d_l,     so that     g = carry_0 + sum_l x_l^T d_l:
 
-the loop need not form the products. It hands out x_l and d_l, and its steps become one more axis to sum
+the loop need not form the products. It hands out x_l and d_l, and its rounds become one more axis to sum
 over, in one product after the loop. The algebra is that of a sum over examples: the steps of a tail
 commute with it. A gradient that leaves a loop as an output [length, ...] is treated alike, without the
 sum, if it cannot be reduced inside (`_cut`): because it is mixed with others after the loop, or because
@@ -17,9 +17,10 @@ that are not taken are zeros, so that the gradient is the sum of what the tails 
 Equations that join the gradients of several parameters, after the sums that make them, are split.
 
 Only what is smaller than the gradient leaves. All else stays where it is, and the answer is the same.
-Where the single contributions to a sum are asked for everything leaves, since the steps of a loop
-contribute.
-Here the program is walked through, from the inside out; one loop or conditional is done in `_leave`.
+Where the single contributions to a sum are asked for, everything leaves, since every round of a loop
+contributes.
+Here the program is walked through, from the inside out; `loops` and `branches` do one loop or
+conditional.
 """
 
 from __future__ import annotations
@@ -39,7 +40,18 @@ from pergrad._cut.hoist.branches import leave_branches
 from pergrad._cut.hoist.loops import leave_loop
 from pergrad._cut.steps import is_zero
 from pergrad._cut.terms import axes_of_product
-from pergrad._ir import LOOPS, Env, Loop, evaluate, given, is_in, read, variables
+from pergrad._ir import (
+    LOOPS,
+    Env,
+    Loop,
+    dependent_inputs,
+    evaluate,
+    is_in,
+    read,
+    readers_of,
+    starting_env,
+    variables,
+)
 from pergrad._trace import Program
 
 
@@ -63,13 +75,13 @@ def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
         return program
 
     def run(*args: Any) -> list[Any]:
-        env = given(program, args)
-        for eqn in jaxpr.eqns:
+        env = starting_env(program, args)
+        for place, eqn in enumerate(jaxpr.eqns):
             rule = RULES.get(eqn.primitive) or SPLITTING.get(eqn.primitive)
             if rule is None:
                 evaluate([eqn], env)
             else:
-                outs = rule(walk, eqn, env, together)
+                outs = rule(walk, place, env, together)
                 env.update(zip(eqn.outvars, outs, strict=True))
         return [read(env, v) for v in jaxpr.outvars]
 
@@ -77,57 +89,59 @@ def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(*inputs)
 
 
-def _from_loop(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+def _from_loop(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
+    eqn, leaving = walk.eqns[place], walk.leaving[place]
     loop = Loop(eqn, eqn.params["jaxpr"])
     varies = [is_in(v, walk.varies) for v in eqn.invars]
-    leaving = walk.leaving[id(eqn)]
-    reduced_inside = {o.result for o in walk.opened.get(id(eqn), ())}
+    reduced_inside = {o.result for o in walk.opened.get(place, ())}
     in_parts = [i for i, k in enumerate(leaving) if k in reduced_inside]
-    given = loop.varying_inputs(varies)
-    inside = Walk.inside(loop.step.jaxpr, given, leaving, in_parts, split=walk.split, hoisted=False)
-    loop = Loop(eqn, _hoisted(inside, loop.step, together))
+    inputs = dependent_inputs(loop, varies)
+    inside = Walk.inside(loop.body.jaxpr, inputs, leaving, in_parts, split=walk.split, hoisted=False)
+    loop = Loop(eqn, _hoisted(inside, loop.body, together))
     from_zero = [is_zero(v, walk.made_by) for v in loop.operands(eqn.invars)[1]]
     leaving = [k for k in leaving if k not in reduced_inside]
     ins = [read(env, v) for v in eqn.invars]
     return leave_loop(loop, leaving, varies, from_zero, ins, split=walk.split)
 
 
-def _from_branches(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+def _from_branches(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
+    eqn, leaving = walk.eqns[place], walk.leaving[place]
     index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
-    leaving = walk.leaving[id(eqn)]
-    branches = [
-        _hoisted(Walk.inside(b.jaxpr, given, leaving, split=walk.split, hoisted=False), b, together)
-        for b in eqn.params["branches"]
-        for given in [itertools.compress(b.jaxpr.invars, varies)]
-    ]
+    branches = []
+    for branch in eqn.params["branches"]:
+        inputs = itertools.compress(branch.jaxpr.invars, varies)
+        inside = Walk.inside(branch.jaxpr, inputs, leaving, split=walk.split, hoisted=False)
+        branches.append(_hoisted(inside, branch, together))
     ins = [read(env, v) for v in eqn.invars]
     return leave_branches(
         eqn, branches, leaving, index_varies, varies, ins, split=walk.split, together=together
     )
 
 
-def _each_behind_its_own(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+def _each_behind_its_own(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
     """A barrier on several gradients becomes one on each, so that each has a tail of its own."""
+    eqn, leaving = walk.eqns[place], walk.leaving[place]
     read_at_all = variables([*(v for e in walk.eqns for v in e.invars), *walk.grads, *walk.others])
-    others = [v for k, v in enumerate(eqn.outvars) if k not in walk.leaving[id(eqn)]]
+    others = [v for k, v in enumerate(eqn.outvars) if k not in leaving]
     if any(v in walk.varies and v in read_at_all for v in others):
         return _compat.bind(eqn, [read(env, v) for v in eqn.invars])
     with _compat.at_line_of(eqn):
         return [lax.optimization_barrier(read(env, v)) for v in eqn.invars]
 
 
-def _products_of_pieces(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> list[Any]:
+def _products_of_pieces(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
     """Pieces of a product become products of pieces: (X^T D)[:, a:b] = X^T D[:, a:b].
 
     The weights of several layers that are joined, such as those of queries, keys and values, have
     such gradients.
     """
+    eqn, leaving = walk.eqns[place], walk.leaving[place]
     axis, moves, made = eqn.params["axis"], [], _made_for(walk, eqn)
-    while made is not None and made.primitive in MOVES and len(made.invars) == 1:
+    while made is not None and made.primitive in PASSED_BY_PIECES and len(made.invars) == 1:
         axis = made.params["permutation"][axis] if made.primitive is primitives.transpose_p else axis
         moves.insert(0, made)
         made = _made_for(walk, made)
-    is_gradient = len(walk.leaving[id(eqn)]) == len(eqn.outvars)
+    is_gradient = len(leaving) == len(eqn.outvars)
     if made is None or made.primitive is not primitives.dot_general_p or not is_gradient:
         return _compat.bind(eqn, [read(env, v) for v in eqn.invars])
 
@@ -147,7 +161,8 @@ def _products_of_pieces(walk: Walk, eqn: JaxprEqn, env: Env, together: bool) -> 
     return pieces
 
 
-MOVES = (primitives.transpose_p, _compat.optimization_barrier_p)
+# What may stand between a product and the equation that takes it to pieces.
+PASSED_BY_PIECES = (primitives.transpose_p, _compat.optimization_barrier_p)
 
 
 def _made_for(walk: Walk, eqn: JaxprEqn) -> JaxprEqn | None:
@@ -155,11 +170,13 @@ def _made_for(walk: Walk, eqn: JaxprEqn) -> JaxprEqn | None:
     operand = eqn.invars[0]
     if isinstance(operand, Literal) or operand in variables([*walk.grads, *walk.others]):
         return None
-    readers = [e for e in walk.eqns if any(v is operand for v in e.invars)]
-    return walk.made_by.get(operand) if len(readers) == 1 else None
+    is_read_once = len(readers_of(walk.eqns)[operand]) == 1
+    return walk.made_by.get(operand) if is_read_once else None
 
 
-Rule = Callable[[Walk, JaxprEqn, Env, bool], list[Any]]
+# A rule is given the walk, the place of the equation, the values so far, and whether several examples
+# run at a time. It returns the results of the equation.
+Rule = Callable[[Walk, int, Env, bool], list[Any]]
 
 
 RULES: dict[Primitive, Rule] = {

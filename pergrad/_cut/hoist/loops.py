@@ -11,12 +11,21 @@ import jax
 import jax.numpy as jnp
 
 from pergrad import _compat
-from pergrad._compat import Atom, JaxprEqn, Literal, Var, aval
+from pergrad._compat import Atom, JaxprEqn, Var, aval
 from pergrad._cut.find import Walk
 from pergrad._cut.hoist.leaving import can_leave
 from pergrad._cut.tail import Tail
 from pergrad._cut.terms import Product, Term
-from pergrad._ir import ADDITIONS, Env, Loop, evaluate, evaluate_still, read, varying
+from pergrad._ir import (
+    ADDITIONS,
+    Env,
+    Loop,
+    dependents,
+    evaluate,
+    evaluate_independent,
+    read,
+    readers_of,
+)
 
 
 def leave_loop(
@@ -38,7 +47,7 @@ def leave_loop(
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What a step contributes to a result: an addend of a carry, or an output."""
+    """What a round contributes to a result: an addend of a carry, or an output."""
 
     result: int
     value: Atom
@@ -47,33 +56,33 @@ class _Piece:
 class _Leaver:
     """A loop, and which pieces of its results are made outside.
 
-    Here all that changes from step to step counts as varying, so that what is constant in a tail is
+    Here all that changes from round to round counts as varying, so that what is constant in a tail is
     constant in the loop.
     """
 
     def __init__(self, loop: Loop, leaving: Sequence[int], varies: Sequence[bool], split: bool) -> None:
-        self.loop, self.step = loop, loop.step.jaxpr
-        self.results = range(len(self.step.outvars))
-        consts, carry, xs = loop.operands(self.step.invars)
+        self.loop, self.body = loop, loop.body.jaxpr
+        self.results = range(len(self.body.outvars))
+        consts, carry, xs = loop.operands(self.body.invars)
         self.xs = set(xs)
-        self.moving = varying(self.step.eqns, [*carry, *xs])
+        self.moving = dependents(self.body.eqns, [*carry, *xs])
 
         self.pieces: list[_Piece] = []
-        in_sums: set[int] = set()
+        in_sums: set[Var] = set()
         for k in leaving:
             if k >= loop.num_carry:
-                self.pieces.append(_Piece(k, self.step.outvars[k]))
+                self.pieces.append(_Piece(k, self.body.outvars[k]))
             elif (found := _as_sum(loop, k)) is not None:
                 addends, additions = found
                 self.pieces += [_Piece(k, v) for v in addends]
-                in_sums |= {id(eqn) for eqn in additions}
+                in_sums |= {v for eqn in additions for v in eqn.outvars}
 
         taken_apart = {piece.result for piece in self.pieces}
         walk = Walk(
-            [eqn for eqn in self.step.eqns if id(eqn) not in in_sums],
+            [eqn for eqn in self.body.eqns if in_sums.isdisjoint(eqn.outvars)],
             [*itertools.compress(consts, varies), *carry, *xs],
             [piece.value for piece in self.pieces],
-            [v for k, v in enumerate(self.step.outvars) if k not in taken_apart],
+            [v for k, v in enumerate(self.body.outvars) if k not in taken_apart],
             split=split,
         )
         places = range(len(self.pieces))
@@ -95,20 +104,20 @@ class _Leaver:
         factors = dict.fromkeys(v for tail in self.tails for v in tail.factors)
         handed_out = [v for v in factors if v in self.moving and v not in self.xs]
 
-        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], Any]:
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], Any]:
             before = dict(zip(kept_carry, carry, strict=True))
             start = [before.get(k, jnp.zeros_like(init[k])) for k in range(loop.num_carry)]
             env = loop.env(consts, start, x)
-            evaluate(self.step.eqns, env)
+            evaluate(self.body.eqns, env)
             after = [self._after(k, env, before) for k in kept]
             last = len(kept_carry)
             return after[:last], (after[last:], [env[v] for v in handed_out])
 
-        ends, (outputs, stacked) = loop.run(step, [init[k] for k in kept_carry], xs)
+        ends, (outputs, stacked) = loop.run(body, [init[k] for k in kept_carry], xs)
 
         # What does not change in the loop is made once, outside.
         env = loop.env(consts, init, xs)
-        evaluate_still(self.step.eqns, env, self.moving)
+        evaluate_independent(self.body.eqns, env, self.moving)
         env |= dict(zip(handed_out, stacked, strict=True))
         with _compat.at_line_of(loop.eqn):
             made = {place: g for tail in self.tails for place, g in self._make(tail, env)}
@@ -123,9 +132,9 @@ class _Leaver:
         return [out[k] for k in self.results]
 
     def _after(self, result: int, env: Env, before: dict[int, Any]) -> Any:
-        """A result of a step, without the pieces that are gone."""
+        """A result of one round, without the pieces that are gone."""
         if not self._pieces_of(result, gone=True):
-            return read(env, self.step.outvars[result])
+            return read(env, self.body.outvars[result])
         rest = [read(env, self.pieces[i].value) for i in self._pieces_of(result, gone=False)]
         return sum(rest, before[result])
 
@@ -158,7 +167,7 @@ class _Leaver:
     def _stack(self, tail: Tail, env: Env) -> list[jax.Array]:
         axes = [0 if v in self.moving else None for v in tail.factors]
         factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
-        if axes == [None] * len(axes):  # every step has the same
+        if axes == [None] * len(axes):  # every round has the same
             same = tail.gradients(factors, constants)
             return [jnp.broadcast_to(g, (self.loop.length, *g.shape)) for g in same]
         return jax.vmap(lambda *factors: tail.gradients(factors, constants), in_axes=axes)(*factors)
@@ -169,17 +178,13 @@ def _as_sum(loop: Loop, carry: int) -> tuple[list[Atom], list[JaxprEqn]] | None:
 
     It comes in, is used once, in an addition, and so on until it goes out.
     """
-    step = loop.step.jaxpr
-    readers: dict[Var, list[JaxprEqn]] = {}
-    for eqn in step.eqns:
-        for v in eqn.invars:
-            if not isinstance(v, Literal):
-                readers.setdefault(v, []).append(eqn)
-    v, end = loop.operands(step.invars)[1][carry], step.outvars[carry]
+    body = loop.body.jaxpr
+    readers = readers_of(body.eqns)
+    v, end = loop.operands(body.invars)[1][carry], body.outvars[carry]
     addends: list[Atom] = []
     additions: list[JaxprEqn] = []
     while v is not end:
-        if len(readers.get(v, ())) != 1 or v in step.outvars:
+        if len(readers.get(v, ())) != 1 or v in body.outvars:
             return None
         (eqn,) = readers[v]
         if eqn.primitive not in ADDITIONS:
@@ -187,5 +192,5 @@ def _as_sum(loop: Loop, carry: int) -> tuple[list[Atom], list[JaxprEqn]] | None:
         addends.append(eqn.invars[1] if eqn.invars[0] is v else eqn.invars[0])
         additions.append(eqn)
         v = eqn.outvars[0]
-    used_again = readers.get(v) or sum(v is out for out in step.outvars) > 1
+    used_again = readers.get(v) or sum(v is out for out in body.outvars) > 1
     return None if used_again or not additions else (addends, additions)

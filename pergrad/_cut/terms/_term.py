@@ -40,6 +40,31 @@ class Term(abc.ABC):
         return 1
 
     @property
+    def is_value(self) -> bool:
+        """Whether the backbone makes the term itself, so that nothing is left to be formed."""
+        return False
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it is zero outside of the rows that an example looked up."""
+        return False
+
+    @property
+    def convolves(self) -> bool:
+        """Whether its sum over all examples is a convolution."""
+        return False
+
+    @property
+    def why_formed(self) -> str | None:
+        """Why it has to be formed for every example, if no rule takes it apart."""
+        return None
+
+    @property
+    def why_no_derivative(self) -> str | None:
+        """Why its sum over examples cannot be differentiated by their weights; None if it can."""
+        return None
+
+    @property
     def scratch(self) -> int:
         """Bytes that forming one example's term takes beside the term itself."""
         return 0

@@ -44,6 +44,10 @@ class Convolution(Term):
     def kind(self) -> str:
         return "convolution"
 
+    @property
+    def convolves(self) -> bool:
+        return True
+
     @staticmethod
     def match(
         eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]

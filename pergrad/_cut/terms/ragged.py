@@ -20,7 +20,16 @@ from jax import lax
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut.terms._term import Term
-from pergrad._ir import Env, Weights, accumulation_dtype, distinct, read, weigh, weigh_factors
+from pergrad._ir import (
+    Env,
+    Weights,
+    accumulation_dtype,
+    distinct,
+    read,
+    weigh,
+    weigh_factors,
+    with_example_axis,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +39,10 @@ class Ragged(Term):
     @property
     def kind(self) -> str:
         return "ragged product"
+
+    @property
+    def why_no_derivative(self) -> str | None:
+        return "JAX cannot differentiate the sum of a ragged product"
 
     @staticmethod
     def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Ragged | None:
@@ -76,9 +89,7 @@ class Ragged(Term):
         """x [B, T, a], d [B, T, b] and the sizes of the groups [B, groups]."""
         size = env[self.factors[0]].shape[0]
         x, d, sizes = (
-            x if v in self.factors else jnp.broadcast_to(x, (size, *jnp.shape(x)))
-            for v in self.eqn.invars[:3]
-            for x in [read(env, v)]
+            with_example_axis(read(env, v), v in self.factors, size) for v in self.eqn.invars[:3]
         )
         x, d = (jnp.moveaxis(a, axis + 1, 1) for a, axis in zip((x, d), self._positions, strict=True))
         return x, d, sizes

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pergrad._compat import Atom, JaxprEqn, Var, aval
+from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut.steps import is_zero
 from pergrad._cut.terms._term import Term
-from pergrad._ir import Env, Weights, accumulation_dtype, distinct, read, weigh
+from pergrad._ir import Env, Weights, accumulation_dtype, distinct, read, weigh, with_example_axis
 
 
 class Rows(NamedTuple):
@@ -51,6 +51,10 @@ class Lookup(Term):
     """A gradient that is zero outside of the rows that an example looked up."""
 
     eqn: JaxprEqn
+
+    @property
+    def is_lookup(self) -> bool:
+        return True
 
     @property
     @abc.abstractmethod
@@ -159,7 +163,7 @@ class Scatter(Lookup):
         window = _shift(self.eqn.params["dimension_numbers"].update_window_dims)
         lookups = tuple(a for a in range(updates.ndim) if a not in window)
         values = updates.transpose(*lookups, *window).reshape(size, n, *self.sizes(self.window))
-        along = [_wide(indices[..., k]).reshape(size, n) for k in range(len(self.indexed))]
+        along = [_as_wide_index(indices[..., k]).reshape(size, n) for k in range(len(self.indexed))]
         if self._clips:
             sizes = self.sizes(self.indexed)
             along = [jnp.clip(i, 0, s - 1) for i, s in zip(along, sizes, strict=True)]
@@ -225,14 +229,13 @@ class Scatter(Lookup):
         extent = dict(zip(spread, (updates.shape[a] for a in windows), strict=True))
         inside = jnp.ones(indices.shape[:-1], bool)
         for k, a in enumerate(self.indexed):
-            inside &= _is_from_zero_to(table[a] - extent.get(a, 1), _wide(indices[..., k]))
+            inside &= _is_from_zero_to(table[a] - extent.get(a, 1), _as_wide_index(indices[..., k]))
         return jnp.where(jnp.expand_dims(inside, windows), updates, 0)
 
     def _read(self, env: Env) -> tuple[jax.Array, jax.Array]:
         """Indices and updates with the example axis in front, updates in float32 at least."""
         _, indices, updates = (read(env, v) for v in self.eqn.invars)
-        if self.eqn.invars[2] not in self.factors:
-            updates = jnp.broadcast_to(updates[None], (indices.shape[0], *updates.shape))
+        updates = with_example_axis(updates, self.eqn.invars[2] in self.factors, len(indices))
         return indices, updates.astype(accumulation_dtype(aval(self.out).dtype))
 
 
@@ -267,32 +270,27 @@ class Slice(Lookup):
         return None
 
     def keys_and_values(self, env: Env) -> tuple[jax.Array, jax.Array]:
-        _, part, *starts = (read(env, v) for v in self.eqn.invars)
-
-        def in_front(x: Any, v: Atom) -> jax.Array:
-            return x if v in self.factors else jnp.asarray(x)[None]
-
-        part = in_front(part, self.eqn.invars[1])
         size = env[self.factors[0]].shape[0]
+        part, *starts = (
+            with_example_axis(read(env, v), v in self.factors, size) for v in self.eqn.invars[1:]
+        )
         table_shape, part_shape = aval(self.out).shape, aval(self.eqn.invars[1]).shape
         places = np.indices([part_shape[a] for a in self.indexed]).reshape(len(self.indexed), -1)
         along = []
         for a, place in zip(self.indexed, places, strict=True):
-            start = in_front(starts[a], self.eqn.invars[2 + a])
-            start = jnp.clip(start, 0, table_shape[a] - part_shape[a]).astype(jnp.int32)
+            start = jnp.clip(starts[a], 0, table_shape[a] - part_shape[a]).astype(jnp.int32)
             along.append(start[:, None] + place[None].astype(np.int32))
         values = part.transpose(0, *_shift(self.indexed), *_shift(self.window))
         values = values.reshape(values.shape[0], self.contributions, *self.sizes(self.window))
         values = values.astype(accumulation_dtype(values.dtype))
-        keys = jnp.broadcast_to(self.keys(along), (size, self.contributions))
-        return keys, jnp.broadcast_to(values, (size, *values.shape[1:]))
+        return self.keys(along), values
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
         keys, values = self.keys_and_values(env)
         return self.to_table(keys, weigh(values, w)[:, :, None])[0]
 
 
-def _wide(index: jax.Array) -> jax.Array:
+def _as_wide_index(index: jax.Array) -> jax.Array:
     """The index in a type that holds the number of rows."""
     return index.astype(jnp.promote_types(index.dtype, jnp.int32))
 

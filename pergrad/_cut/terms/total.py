@@ -18,7 +18,7 @@ from jax.extend.core import primitives
 
 from pergrad._compat import JaxprEqn, Literal, Var, aval
 from pergrad._cut.terms._term import Term
-from pergrad._ir import Env, Weights, accumulation_dtype, weigh
+from pergrad._ir import Env, Is, Weights, accumulation_dtype, those_that_are, weigh, widen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +40,25 @@ class Total(Term):
         return Total(None, value, (value,), made_by, origin)
 
     @property
+    def is_value(self) -> bool:
+        return True
+
+    @property
+    def why_formed(self) -> str | None:
+        return None if self.is_sum or self.made_by is None else self.origin
+
+    @property
     def is_sum(self) -> bool:
         return self.made_by is not None and self.made_by.primitive is primitives.reduce_sum_p
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
-        return jnp.sum(weigh(_wide(env[self.out], self.out), w), axis=0)
+        return jnp.sum(weigh(widen(env[self.out]), w), axis=0)
 
     def split(self, env: Env) -> list[jax.Array]:
         return [env[self.out][:, None]]
 
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
-        return _wide(parts[0], self.out)
+        return parts[0].astype(accumulation_dtype(aval(self.out).dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Sum(Term):
         env[self.out] = x.reshape(aval(self.out).shape).astype(aval(self.out).dtype)
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
-        value = _wide(env[self.factors[0]], self.out)
+        value = env[self.factors[0]].astype(accumulation_dtype(aval(self.out).dtype))
         value = jnp.sum(weigh(value, w), axis=(0, *(a + 1 for a in self.axes)))
         return value.reshape(aval(self.out).shape)
 
@@ -101,7 +109,7 @@ class Sum(Term):
         return [x.reshape(len(x), self.contributions, *aval(self.out).shape)]
 
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
-        return _wide(parts[0], self.out)
+        return parts[0].astype(accumulation_dtype(aval(self.out).dtype))
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
@@ -124,17 +132,8 @@ def _operand(eqn: JaxprEqn) -> Var:
     return v
 
 
-KEEPING = (
-    primitives.broadcast_in_dim_p,
-    primitives.convert_element_type_p,
-    primitives.reshape_p,
-    primitives.squeeze_p,
-)
+KEEPING = those_that_are(Is.IN_ORDER)
 
 
 def _long_axes(shape: Sequence[int]) -> list[int]:
     return [a for a, n in enumerate(shape) if n != 1]
-
-
-def _wide(x: jax.Array, out: Var) -> jax.Array:
-    return x.astype(accumulation_dtype(aval(out).dtype))

@@ -1,0 +1,54 @@
+"""The results of a call, from what the run has left of every parameter and statistic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from pergrad._compat import Atom, aval
+from pergrad._cut import FactorPair, Tail, units_per_example
+from pergrad._ir import accumulation_dtype
+from pergrad._run import States
+from pergrad._statistics import LeafStatistic, Quantity, Source, Statistic
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a call has seen of its examples, as statistics ask for it (`Seen`).
+
+    `tails` has the tail of each parameter, by its number, and `pairs` its factors, if they were asked
+    for.
+    """
+
+    losses: jax.Array
+    count: jax.Array
+    states: States
+    pairs: Mapping[int, FactorPair | None]
+    tails: Mapping[int, Tail]
+    grads: Sequence[Atom]
+    paths: Sequence[str]
+    like_params: Callable[[Sequence[Any]], Any]
+    on_several_devices: bool
+
+    def leaves_of(self, statistic: Statistic) -> list[Any]:
+        """For each parameter the result of the statistic's last leaf there, or None if it has none."""
+        own = (statistic.leaves(path) for path in self.paths)
+        return [self._of(leaves[-1], param) if leaves else None for param, leaves in enumerate(own)]
+
+    def _of(self, statistic: LeafStatistic, param: int) -> Any:
+        if statistic.quantity is Quantity.FACTORS:
+            return self.pairs[param]
+        tail, like = self.tails[param], aval(self.grads[param])
+        if self.on_several_devices:  # parts are rounded when they have been added up
+            like = jax.ShapeDtypeStruct(like.shape, accumulation_dtype(like.dtype))
+        of_each = units_per_example(tail, tail.params.index(param), statistic.unit)
+        source = Source(
+            like=like,
+            units=self.count if of_each == 1 else self.count * of_each,
+            loops=len(tail.levels),
+            outward=lambda x: tail.outward(param, x),
+        )
+        return statistic.read_out(self.states[param, statistic], source)

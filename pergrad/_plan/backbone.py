@@ -1,0 +1,57 @@
+"""What the backbone takes: its operations, and its temporary memory."""
+
+from __future__ import annotations
+
+from pergrad._compat import JaxprEqn, Var
+from pergrad._cut import CutLoop, Part
+from pergrad._ir import counts
+
+
+def bytes_of(part: Part, eqns: list[JaxprEqn], size: int) -> float:
+    """Temporary memory of the equations for `size` examples, without what the tails make.
+
+    With the equations of the whole program that is what `jax.grad` takes: its results are what the tails
+    make.
+    """
+    made_by_tails = {
+        v
+        for tail in part.tails
+        for eqn in (*(t.eqn for t in tail.terms if t.eqn), *tail.steps)
+        for v in eqn.outvars
+    }
+    # A loop with tails inside is known by the first of its results.
+    loops = {cut_loop.loop.eqn.outvars[0]: cut_loop for cut_loop in part.loops}
+    for cut_loop in part.loops:
+        made_by_tails |= {cut_loop.loop.eqn.outvars[k] for k in cut_loop.taken}
+
+    def nbytes_of(v: Var) -> float:
+        return counts.nbytes(v) * (size if v in part.varies else 1)
+
+    def inside(eqn: JaxprEqn) -> float:
+        cut_loop = loops.get(eqn.outvars[0]) if eqn.outvars else None
+        if cut_loop is not None:
+            return bytes_of(cut_loop.body, cut_loop.loop.body.jaxpr.eqns, size)
+        copies = 1 if part.varies.isdisjoint(eqn.outvars) else size
+        return copies * counts.peak_bytes_inside(eqn)
+
+    return counts.peak_bytes(eqns, nbytes_of, lambda v: v not in made_by_tails, inside)
+
+
+def operations_of(part: Part, size: int) -> tuple[float, float]:
+    """Operations of what differs from example to example, for `size` of them, and of what does not."""
+    varying = fixed = 0.0
+    for x in part.backbone:
+        if isinstance(x, CutLoop):
+            inside = operations_of(x.body, size)
+            varying += x.loop.length * inside[0]
+            fixed += x.loop.length * inside[1]
+        elif part.varies.isdisjoint(x.outvars):
+            fixed += counts.operations([x])
+        else:
+            varying += size * counts.operations([x])
+    return varying, fixed
+
+
+def equations_of(part: Part) -> list[JaxprEqn]:
+    """The equations of the backbone, loops with tails inside among them."""
+    return [x.loop.eqn if isinstance(x, CutLoop) else x for x in part.backbone]

@@ -1,0 +1,64 @@
+"""Stage 3, together: how many examples run at once, how each tail is reduced, what the run starts
+from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from pergrad._compat import Var
+from pergrad._cut import Cut
+from pergrad._ir import backend
+from pergrad._plan.choose import Forced, TailPlan, choose
+from pergrad._plan.cotangent import start_from_weight
+from pergrad._plan.microbatch import choose_microbatch_size
+from pergrad._statistics import LeafStatistic
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What runs: how many examples at once, in whole groups of `group_size`, and how each tail does.
+
+    `paths` are the names of the parameters. A tail's plan stands at the number of the tail. `weighed`
+    are the variables that carry the weight of an example, where all have the same: then the backward
+    pass starts from it.
+    """
+
+    batch_size: int
+    microbatch_size: int
+    group_size: int
+    paths: tuple[str, ...] = dataclasses.field(repr=False)
+    tails: tuple[TailPlan, ...] = dataclasses.field(repr=False)
+    weighed: frozenset[Var] = dataclasses.field(repr=False)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches the batch is divided into."""
+        return math.ceil(self.batch_size / self.microbatch_size)
+
+
+def make_schedule(
+    cut: Cut,
+    paths: Sequence[str],
+    wanted: Sequence[Sequence[LeafStatistic]],
+    batch_size: int,
+    microbatch_size: int | str | None,
+    forced: Forced,
+) -> Schedule:
+    """Plans a batch of `batch_size` examples, with what is `wanted` of each parameter."""
+    device = backend.backend()
+
+    @functools.cache
+    def planned(size: int) -> tuple[TailPlan, ...]:
+        return tuple(choose(tail, wanted, size, device, forced) for tail in cut.all_tails())
+
+    if microbatch_size == "auto":
+        microbatch_size = choose_microbatch_size(cut, wanted, batch_size, device, planned)
+    assert not isinstance(microbatch_size, str)
+    group_size = math.lcm(*(s.unit for own in wanted for s in own if isinstance(s.unit, int)))
+    at_once = min(batch_size, microbatch_size or batch_size)
+    at_once = group_size * math.ceil(at_once / group_size)
+    tails, weighed = start_from_weight(cut.program, planned(at_once))
+    return Schedule(batch_size, at_once, group_size, tuple(paths), tails, weighed)

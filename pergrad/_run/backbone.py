@@ -1,0 +1,163 @@
+"""The backbone of one example, with the tails of its loops.
+
+The tails of layers that a loop runs come at the end of its body, and their results leave the loop
+stacked. Such a tail is a call with a batching rule of its own (`custom_vmap`): for a batch it reduces
+over the examples and returns the states of its accumulators, which have no example axis any more, and
+its readings, which have one. It is given the example's weight even if it needs none: a tail that did not
+depend on the batch would never meet our `vmap`, and a user's own outer `vmap` would then reduce it over
+the wrong axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pergrad._compat import aval
+from pergrad._cut import CutLoop, Examples, Part
+from pergrad._ir import Env, evaluate, read, with_example_axis
+from pergrad._plan import Schedule, TailPlan
+from pergrad._run.reduce import Reduction
+from pergrad._run.states import Key, States
+from pergrad._statistics import Phase, Reading
+
+# A tail in a loop, as a call. It is given the example's weight, the factors and constants of the tail,
+# the states so far and the directions.
+Reducer = Callable[[Any, list[Any], list[Any], States, dict[int, Any]], States]
+
+
+@dataclasses.dataclass(frozen=True)
+class InLoops:
+    """What the tails in loops need: a reducer for each, by the tail's number, and the example's
+    weight."""
+
+    reducers: Mapping[int, Reducer]
+    w: jax.Array
+
+
+def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> dict[int, Reducer]:
+    """The reducers of all tails in loops, for `size` examples at once.
+
+    `shared` is the weight of all examples, or None if each has its own.
+    """
+    make = _reducer_of_one if size == 1 else _reducer
+    return {t.tail.number: make(schedule, t, shared) for t in schedule.tails if t.tail.levels}
+
+
+def run_backbone(
+    part: Part, env: Env, loops: InLoops, states: States, directions: dict[int, Any]
+) -> States:
+    """Runs the backbone, which adds to `env`: the results of the tails in its loops."""
+    results = States()
+    for x in part.backbone:
+        if isinstance(x, CutLoop):
+            results |= _run_loop(x, env, loops, states, directions)
+        else:
+            evaluate([x], env)
+    return results
+
+
+def _run_loop(
+    cut_loop: CutLoop, env: Env, loops: InLoops, states: States, directions: dict[int, Any]
+) -> States:
+    """Runs a loop that has tails inside. Their results, one for each round, are outputs of the loop."""
+    loop, part = cut_loop.loop, cut_loop.body
+    consts, init, xs = loop.operands([read(env, v) for v in loop.eqn.invars])
+    params = tuple(param for tail in part.all_tails() for param in tail.params)
+    outputs = [k for k in range(len(loop.eqn.outvars)) if k not in cut_loop.taken]
+
+    def body(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
+        own, states, directions = x
+        inner = loop.env(consts, carry, own)
+        results = run_backbone(part, inner, loops, states, directions)
+        for tail in part.tails:
+            factors, constants = ([inner[v] for v in vs] for vs in (tail.factors, tail.constants))
+            towards = {param: v for param, v in directions.items() if param in tail.params}
+            reduce = loops.reducers[tail.number]
+            results |= reduce(loops.w, factors, constants, states.of(tail.params), towards)
+        outs = [read(inner, loop.body.jaxpr.outvars[k]) for k in outputs]
+        return outs[: loop.num_carry], (outs[loop.num_carry :], results)
+
+    towards = {param: v for param, v in directions.items() if param in params}
+    ends, (ys, results) = loop.run(body, init, (xs, states.of(params), towards))
+    env.update({loop.eqn.outvars[k]: out for k, out in zip(outputs, [*ends, *ys], strict=True)})
+    return results
+
+
+def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
+    """A tail in a loop as a call that, for a batch, reduces over its examples."""
+
+    @custom_vmap
+    def reduce(
+        w: Any, factors: list[Any], constants: list[Any], states: States, directions: dict[int, Any]
+    ) -> States:
+        # Never run, since the weight has the example axis. It says what the results look like.
+        readings: dict[Key, Any] = {
+            (param, s): _zeros_like_reading(s, aval(t.tail.grads[place]), directions.get(param))
+            for place, param in enumerate(t.tail.params)
+            for s in t.statistics(Phase.FIRST)
+            if isinstance(s, Reading)
+        }
+        return States({key: (states | readings)[key] for key in _keys(t)})
+
+    @reduce.def_vmap
+    def rule(
+        size: int,
+        batched: Any,
+        w: Any,
+        factors: list[Any],
+        constants: list[Any],
+        states: States,
+        directions: dict[int, Any],
+    ) -> tuple[States, Any]:
+        factors = [with_example_axis(x, b, size) for x, b in zip(factors, batched[1], strict=True)]
+        examples = Examples(size, w if shared is None else shared, factors, constants)
+        results = _reduced(schedule, t, examples, states, directions)
+        has_axis = {
+            key: jax.tree.map(lambda _, s=key[1]: not s.accumulates, x) for key, x in results.items()
+        }
+        return results, States(has_axis)
+
+    return reduce
+
+
+def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
+    """A tail in a loop as a call that reduces a batch of one, given without an example axis."""
+
+    def reduce(
+        w: Any, factors: list[Any], constants: list[Any], states: States, directions: dict[int, Any]
+    ) -> States:
+        in_front = [jnp.expand_dims(x, 0) for x in factors]
+        examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
+        results = _reduced(schedule, t, examples, states, directions)
+        return results.accumulators | {key: x[0] for key, x in results.per_example.items()}
+
+    return reduce
+
+
+def _reduced(
+    schedule: Schedule,
+    t: TailPlan,
+    examples: Examples,
+    states: States,
+    directions: dict[int, Any],
+) -> States:
+    reduction = Reduction(t, examples, directions, schedule.paths)
+    results = reduction.run(t.of(Phase.FIRST), states)
+    return States({key: results[key] for key in _keys(t)})
+
+
+def _keys(t: TailPlan) -> list[Key]:
+    """The parameters and statistics of a tail in a loop, in one order for all who build its results."""
+    return [(param, s) for s in t.statistics(Phase.FIRST) for param in t.tail.params]
+
+
+def _zeros_like_reading(reading: Reading, like: Any, direction: Any) -> jax.Array:
+    g = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    shape = jax.eval_shape(lambda g: reading.of(g, direction), g)
+    return jnp.zeros(shape.shape, shape.dtype)

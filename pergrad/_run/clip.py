@@ -1,0 +1,51 @@
+"""Clipped means: the tails are reduced once more, when the norms of all gradients have been read.
+
+A clipped mean is a mean with other weights, over factors that are still there. Its tails stand in no
+loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from pergrad._run.reduce import Reduction
+from pergrad._run.states import Key, States
+from pergrad._statistics import Accumulator, Phase, Quantity, added_up
+
+
+def clipped_means(reductions: Sequence[Reduction], w: jax.Array, read: States, states: States) -> States:
+    """The states of all clipped means; `read` has the squared norms, and `w` are the weights [B]."""
+    squares = {param: x for (param, s), x in read.items() if s.quantity is Quantity.SQUARED_NORMS}
+
+    @functools.cache
+    def weights(statistic: Accumulator, params: tuple[int, ...]) -> jax.Array:
+        """The examples' weights among the clipped, from their norms over these parameters."""
+        return statistic.weights(w, added_up([squares[param] for param in params]))
+
+    results = States()
+    for reduction in reductions:
+        for choice in reduction.plan.of(Phase.CLIPPED):
+            (statistic,) = choice.statistics
+            assert isinstance(statistic, Accumulator)
+            units = reduction.units(choice.units)
+            by_norm = _by_norm(statistic, reduction.plan.tail.params, squares)
+            for norm_over, params in by_norm.items():
+                own = dataclasses.replace(units, weights=weights(statistic, norm_over))
+                keys: list[Key] = [(param, statistic) for param in params]
+                starts = {key: states.get(key) for key in keys}
+                results |= reduction.feed(choice, starts, own)
+    return results
+
+
+def _by_norm(
+    statistic: Accumulator, params: Sequence[int], squares: Mapping[int, jax.Array]
+) -> dict[tuple[int, ...], list[int]]:
+    """The parameters, by the parameters over which the norm is taken that clips them."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for param in params:
+        found.setdefault(statistic.norms_over(tuple(squares), param), []).append(param)
+    return found

@@ -1,0 +1,121 @@
+"""One tail is reduced over some examples, by the strategies of its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pergrad._compat import Var, aval
+from pergrad._cut import Examples, Tail, Units
+from pergrad._ir import weigh
+from pergrad._plan import Choice, TailPlan, keys_of
+from pergrad._run.states import Key, States
+from pergrad._statistics import Accumulator
+from pergrad._strategies import Job
+
+NAMED = 3  # parameters in the name of a tail that they share
+
+Directions = Mapping[int, jax.Array]  # by the number of the parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A tail with its plan, and the examples that it is reduced over.
+
+    `directions` are those of the call, laid out like the gradients of the tail. `paths` are the names of
+    all parameters. `weighed` are the variables that carry the weight of an example, if any do.
+    """
+
+    plan: TailPlan
+    examples: Examples
+    directions: Directions
+    paths: Sequence[str]
+    weighed: Collection[Var] = ()
+    _units: dict[Units, Examples] = dataclasses.field(default_factory=dict)
+
+    def run(self, choices: Sequence[Choice], states: States) -> States:
+        """The states of the choices' statistics for all parameters, or their values for all examples.
+
+        An accumulator goes on from its entry in `states`, if there is one. It takes in one kind of units
+        after the other.
+        """
+        results: dict[Key, Any] = {}
+        for choice in choices:
+            keys = self.keys(choice)
+            starts = {key: results[key] if key in results else states.get(key) for key in keys}
+            results |= self.feed(choice, starts, self._seen_by(choice))
+        return States(results)
+
+    def keys(self, choice: Choice) -> list[Key]:
+        """The parameters and statistics that a choice is for."""
+        own = [param for param in self.plan.tail.params if param in choice.units.tail.params]
+        return [(param, statistic) for param in own for statistic in choice.statistics]
+
+    def feed(self, choice: Choice, starts: Mapping[Key, Any], examples: Examples) -> dict[Key, Any]:
+        """What a choice's strategy makes of the units `examples`, from what each key starts from."""
+        tail = choice.units.tail
+        jobs = [
+            Job(tail.params.index(param), statistic, state, self.directions.get(param))
+            for (param, statistic), state in starts.items()
+        ]
+        name = _name_of(self.plan.tail, self.paths)
+        with jax.named_scope(name), jax.named_scope(str(choice.strategy)):
+            made = choice.strategy.reduce(tail, jobs, examples)
+        return dict(zip(starts, made, strict=True))
+
+    def units(self, units: Units) -> Examples:
+        """The units of the examples, which are made once."""
+        if units not in self._units:
+            self._units[units] = units.of(self.examples)
+        return self._units[units]
+
+    def _seen_by(self, choice: Choice) -> Examples:
+        """The units that a choice sees.
+
+        If the backward pass started from the weight w of an example, a sum of the gradients takes them
+        as they are, and any other statistic takes what came from the cotangent divided by w.
+        """
+        if not self.weighed:
+            return self.units(choice.units)
+        w, tail = self.examples.weights, self.plan.tail
+        assert isinstance(w, float)
+        if all(statistic.is_sum for statistic in choice.statistics):
+            return choice.units.of(dataclasses.replace(self.examples, weights=1.0))
+
+        def divided(vs: Sequence[Var], xs: Sequence[jax.Array]) -> list[jax.Array]:
+            return [weigh(x, 1 / w) if v in self.weighed else x for v, x in zip(vs, xs, strict=True)]
+
+        factors = divided(tail.factors, self.examples.factors)
+        constants = divided(tail.constants, self.examples.constants)
+        return choice.units.of(dataclasses.replace(self.examples, factors=factors, constants=constants))
+
+
+def _name_of(tail: Tail, paths: Sequence[str]) -> str:
+    """`tail[params/Dense_0/kernel]`: what profiles call a tail, after its parameters."""
+    keys = [keys_of(paths[param]) for param in tail.params[:NAMED]]
+    names = ["/".join(key.strip(".[]'\"") for key in own) for own in keys]
+    others = len(tail.params) - len(names)
+    return f"tail[{', '.join(names)}{f' and {others} more' if others else ''}]"
+
+
+def empty_states(plan: TailPlan, accumulators: Collection[Accumulator]) -> States:
+    """The states before the first example; for a tail in loops one for each of their rounds."""
+    tail = plan.tail
+
+    def empty(place: int, accumulator: Accumulator) -> Any:
+        state = accumulator.init(aval(tail.grads[place]))
+        if not tail.levels:
+            return state
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)), state)
+
+    return States(
+        {
+            (param, accumulator): empty(place, accumulator)
+            for accumulator in accumulators
+            for place, param in enumerate(tail.params)
+        }
+    )
