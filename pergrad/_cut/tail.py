@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pergrad._compat import Atom, JaxprEqn, Var, aval
 from pergrad._cut.steps import STEPS
 from pergrad._cut.terms import Term
-from pergrad._ir import Env, Weights, distinct, evaluate, evaluate_wide, read, size, widen
+from pergrad._ir import Env, Weights, distinct, evaluate, evaluate_wide, nbytes, read, size, widen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +141,12 @@ class Tail:
             else:
                 evaluate_wide([step], env)
         return read(env, self.grads[0])
+
+    @property
+    def bytes_to_form(self) -> float:
+        """Temporary bytes to form one example's gradients: terms that are mixed, and scratch memory."""
+        mixed = [t for t in self.terms if t.eqn is not None] if self.steps_that("mix") else []
+        return sum(t.scratch for t in self.terms) + sum(nbytes(t.out) for t in mixed)
 
     def gradients(self, factors: Sequence[Any], constants: Sequence[Any]) -> list[jax.Array]:
         """One example's gradients, from its factors and the constants."""

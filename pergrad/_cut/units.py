@@ -68,6 +68,11 @@ class Units:
         """Floating-point operations to make those of one example, beside what the tail needs."""
         return 0
 
+    @property
+    def bytes_of_making(self) -> float:
+        """Temporary bytes to make those of one example, beside these themselves."""
+        return 0
+
     def of(self, examples: Examples) -> Examples:
         """The units of these examples."""
         return examples
@@ -120,6 +125,10 @@ class _Formed(Units):
     def operations_of_making(self) -> float:
         terms = (term.eqn for term in self.whole.terms if term.eqn is not None)
         return counts.operations((*terms, *self.whole.steps))
+
+    @property
+    def bytes_of_making(self) -> float:
+        return self.whole.bytes_to_form
 
     def of(self, examples: Examples) -> Examples:
         def factors(own: Sequence[Any]) -> list[jax.Array]:

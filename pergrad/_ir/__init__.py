@@ -11,6 +11,7 @@ from pergrad._ir import counts as counts
 from pergrad._ir.backend import Backend as Backend
 from pergrad._ir.conditional import take_branch as take_branch
 from pergrad._ir.conditional import take_by_example as take_by_example
+from pergrad._ir.counts import nbytes as nbytes
 from pergrad._ir.counts import size as size
 from pergrad._ir.dependence import dependent_inputs as dependent_inputs
 from pergrad._ir.dependence import dependents as dependents

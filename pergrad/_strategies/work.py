@@ -11,7 +11,7 @@ import dataclasses
 import functools
 
 from pergrad._compat import aval
-from pergrad._cut import Units
+from pergrad._cut import Tail, Units
 from pergrad._ir import Backend, accumulation_dtype, counts
 
 
@@ -33,7 +33,7 @@ class Work:
         return Work(units, max(1, int(units.per_example * examples)), accumulators, device)
 
     @property
-    def tail(self):
+    def tail(self) -> Tail:
         return self.units.tail
 
     @functools.cached_property
@@ -68,10 +68,8 @@ class Work:
 
     @property
     def formed(self) -> float:
-        """Bytes that forming one example's gradients takes: these, mixed terms, and scratch memory."""
-        mixes = self.tail.steps_that("mix")
-        terms = sum(counts.nbytes(term.out) for term in self.tail.terms if term.eqn is not None)
-        return self.gradient + sum(t.scratch for t in self.tail.terms) + (terms if mixes else 0)
+        """Bytes that forming one example's gradients takes."""
+        return self.gradient + self.tail.bytes_to_form + self.units.bytes_of_making
 
     @property
     def factors(self) -> float:
