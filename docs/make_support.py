@@ -19,7 +19,7 @@ import pergrad as pg
 from pergrad import _compat
 from pergrad._cut import STEPS, TERMS
 from pergrad._cut.hoist.hoist import RULES
-from pergrad._plan import STRATEGIES
+from pergrad._strategies import STRATEGIES
 from pergrad._trace.trace import CALLS
 
 PAGE = Path(__file__).with_name("support.md")

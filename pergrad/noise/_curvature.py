@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._call import explain
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._statistics import Mean
 from pergrad.noise._estimates import SignalNoise
 
@@ -61,7 +61,7 @@ def curvature(
             """v' H v"""
             _, product = jax.jvp(lambda p: gradient(p, equal), (params,), (v,))
             pairs = zip(jax.tree.leaves(v), jax.tree.leaves(product), strict=True)
-            return jnp.asarray(sum(jnp.vdot(wide(a), wide(b)) for a, b in pairs))
+            return jnp.asarray(sum(jnp.vdot(widen(a), widen(b)) for a, b in pairs))
 
         def probe(key: jax.Array) -> jax.Array:
             e = jax.random.rademacher(key, (n,), equal.dtype)

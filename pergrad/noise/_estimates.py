@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import Stats, correction, mu2_of
 from pergrad._statistics import Where
 from pergrad.noise._read import flat, get, variance
@@ -53,7 +53,7 @@ def by_layer(
     means = flat(get(stats, "mean"), where)
     if not means:
         raise ArgumentError("pergrad.noise: where selects no parameter.")
-    squares = {path: jnp.sum(jnp.square(wide(g))) for path, g in means.items()}
+    squares = {path: jnp.sum(jnp.square(widen(g))) for path, g in means.items()}
     if "norm" in stats:
         is_of_all = hasattr(stats["norm"], "shape") and "" not in means
         if is_of_all:
@@ -111,7 +111,7 @@ def outliers(norms: jax.Array, threshold: float = 3.5) -> jax.Array:
     >>> pg.noise.outliers(jnp.array([1.0, 1.1, 0.9, 1.0, 50.0]))
     Array([False, False, False, False,  True], dtype=bool)
     """
-    norms = wide(norms)
+    norms = widen(norms)
     logs = jnp.log(jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
     away = logs - jnp.nanmedian(logs)
     deviation = 1.4826 * jnp.nanmedian(jnp.abs(away))
@@ -122,7 +122,7 @@ def _coordinates(stats: Stats) -> Tree:
     """mu2 and sigma2 of each coordinate, as a tree of pairs like the parameters."""
     n = get(stats, "count")
     return jax.tree.map(
-        lambda g, s: SignalNoise(mu2_of(wide(g), s, n), s), get(stats, "mean"), variance(stats)
+        lambda g, s: SignalNoise(mu2_of(widen(g), s, n), s), get(stats, "mean"), variance(stats)
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import Stats, asked
 from pergrad._statistics import Norm, Statistic, Where
 from pergrad.noise._estimates import SignalNoise, by_layer, diversity, outliers, total
@@ -219,7 +219,7 @@ class Monitor:
         def one(a: jax.Array, b: jax.Array) -> SignalNoise:
             return SignalNoise(jnp.sum(a * b), jnp.sum(jnp.square(a - b)) / sizes)
 
-        return {k: one(wide(g), wide(before.get(k, g))) for k, g in now.items()}
+        return {k: one(widen(g), widen(before.get(k, g))) for k, g in now.items()}
 
     def _sign_factors(self, stats: Stats) -> dict[str, tuple[jax.Array, jax.Array]]:
         if not self.signs:

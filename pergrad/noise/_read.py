@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import VOCABULARY, Stats, missing, sigma2_of, written
 from pergrad._statistics import Where
 
@@ -37,6 +37,6 @@ def variance(stats: Stats) -> Tree:
     n = get(stats, "count")
 
     def one(g: jax.Array, q: jax.Array) -> jax.Array:
-        return jnp.maximum(sigma2_of(wide(g), q, n), 0)
+        return jnp.maximum(sigma2_of(widen(g), q, n), 0)
 
     return jax.tree.map(one, get(stats, "mean"), get(stats, "second_moment"))

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import Stats
 from pergrad._statistics import Fold, Variance, Where
 from pergrad.noise._read import flat, get, variance
@@ -53,7 +53,7 @@ class _State(NamedTuple):
 
 
 def _init_sign_factor(zeros: jax.Array) -> _State:
-    zeros = wide(zeros)
+    zeros = widen(zeros)
     none = jnp.zeros((), zeros.dtype)
     return _State(none, none, zeros, zeros, zeros)
 
@@ -118,4 +118,4 @@ def sign_disagreement(
         disagree = is_sure & (jnp.sign(g) != jnp.sign(sign))
         return jnp.sum(disagree, dtype=sigma2.dtype), jnp.sum(is_sure, dtype=sigma2.dtype)
 
-    return {k: one(wide(g), signs[k], variances[k]) for k, g in means.items()}
+    return {k: one(widen(g), signs[k], variances[k]) for k, g in means.items()}

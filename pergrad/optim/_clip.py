@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import VOCABULARY, Stats
 from pergrad._statistics import By, ClippedMean, Mean, Statistic
 from pergrad.optim._base import StatsTransformation, Tree, stats_of
@@ -41,7 +41,7 @@ def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransfor
     def update(
         updates: Tree, state: Any, params: Tree | None = None, *, stats: Any = None, **extra_args: Any
     ) -> tuple[Tree, Any]:
-        norm = optax.tree.norm(jax.tree.map(wide, updates))  # half-precision squares overflow
+        norm = optax.tree.norm(jax.tree.map(widen, updates))  # half-precision squares overflow
         c = jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1), 1)
         scaled = _times(c, updates)
         if stats is not None:

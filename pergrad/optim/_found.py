@@ -23,7 +23,7 @@ from jax.core import Tracer
 
 from pergrad._compat import is_computed
 from pergrad._errors import ArgumentError
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import VOCABULARY, Stats, missing, written
 from pergrad._statistics import Count, Statistic
 from pergrad.optim._base import Tree
@@ -93,13 +93,13 @@ def is_changed(updates: Tree, mean: Tree) -> bool | jax.Array:
     if any(is_computed(g) for g, _ in others):
         return True
     distance = optax.tree.norm([_distance(g, m) for g, m in others])
-    allowed = optax.tree.norm([wide(m) for _, m in leaves]) * _root_of_precision(others)
+    allowed = optax.tree.norm([widen(m) for _, m in leaves]) * _root_of_precision(others)
     differs = distance > allowed  # False if one of them is NaN; then the update is NaN, too
     return differs if isinstance(differs, Tracer) else bool(differs)
 
 
 def _distance(g: Any, m: Any) -> jax.Array:
-    g, m = wide(g), wide(m)
+    g, m = widen(g), widen(m)
     is_same = (g == m) | (jnp.isnan(g) & jnp.isnan(m))
     return jnp.where(is_same, 0, g - m)
 

@@ -33,7 +33,7 @@ import optax
 from jax.core import Tracer
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import Stats, asked, mu2_of, sigma2_of
 from pergrad._statistics import Mean, Per, Statistic
 from pergrad.optim._base import Number, StatsTransformation, Tree, is_number, wide_zeros
@@ -210,11 +210,11 @@ class _Point:
     def estimate(self, updates: Tree, stats: Any) -> tuple[Tree, Tree | None]:
         """a mu2 + b sigma2 of one batch, and the standard error of a mu2, if there is a floor."""
         if self.is_adam:
-            return jax.tree.map(lambda g: jnp.square(wide(g)), updates), None
+            return jax.tree.map(lambda g: jnp.square(widen(g)), updates), None
         if self.is_equal:
             square = found(WHO, "second_moment", stats, updates, self.square)
             return jax.tree.map(lambda q: self.mean_square * q, square), None
-        mean = jax.tree.map(wide, found(WHO, "mean", stats, updates))
+        mean = jax.tree.map(widen, found(WHO, "mean", stats, updates))
         n = self._units(updates, stats)
         sigma2 = self._sigma2(mean, n, updates, stats)
         b = 1 / n if isinstance(self.variance, str) else self.variance

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pergrad._ir import wide
+from pergrad._ir import widen
 from pergrad._moments import asked
 from pergrad.optim._base import Mask, Number, StatsTransformation, Tree, wide_zeros, with_learning_rate
 
@@ -46,7 +46,7 @@ def scale_by_squared_momentum(
         count = jnp.asarray(optax.safe_increment(state.count))
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = jax.tree.map(
-            lambda m, v: (b2 * v + (1 - b2) * jnp.square(wide(m)) + eps).astype(v.dtype), mu, state.nu
+            lambda m, v: (b2 * v + (1 - b2) * jnp.square(widen(m)) + eps).astype(v.dtype), mu, state.nu
         )
         out = jax.tree.map(
             lambda g, m, v: (m / jnp.sqrt(v)).astype(g.dtype),

@@ -4,8 +4,8 @@ import pytest
 
 import pergrad as pg
 from pergrad._cut import terms
-from pergrad._plan import STRATEGIES
 from pergrad._statistics import Merging
+from pergrad._strategies import STRATEGIES
 from tests.support.mutants import MUTANTS, ROOT, Mutant
 
 BROKEN = {mutant.of for mutant in MUTANTS}

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 import pergrad as pg
-from pergrad._plan import STRATEGIES
+from pergrad._strategies import STRATEGIES
 from tests.support import bounds, oracle
 from tests.support.bounds import STATISTICS, UNITS, assert_agrees, scales
 from tests.support.cases import BATCH, array
