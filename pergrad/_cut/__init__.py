@@ -22,6 +22,7 @@ from pergrad._cut.steps import adds as adds
 from pergrad._cut.steps import is_zero as is_zero
 from pergrad._cut.tail import Tail as Tail
 from pergrad._cut.terms import TERMS as TERMS
+from pergrad._cut.terms import Term as Term
 from pergrad._cut.terms.product import Product as Product
 from pergrad._cut.terms.scatter import Lookup as Lookup
 from pergrad._cut.terms.scatter import Rows as Rows

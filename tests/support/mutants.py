@@ -61,22 +61,22 @@ MUTANTS = (
     Mutant(
         "Summed",
         "pergrad/_strategies/summed.py",
-        "return pull(job.given)[0]",
-        "return jnp.abs(pull(job.given)[0])",
+        "return pull(job.direction)[0]",
+        "return jnp.abs(pull(job.direction)[0])",
         WHOLE,
     ),
     Mutant(
         "Factored",
         "pergrad/_strategies/factored.py",
-        "x * mean.apply(tail.number(",
-        "x * (tail.number(",
+        "x * mean.apply(tail.number_of(",
+        "x * (tail.number_of(",
         cases("scaled_parameters"),
     ),
     Mutant(
         "Centred",
         "pergrad/_strategies/centred.py",
-        "x[rest:].reshape(steps",
-        "x[: len(x) - rest].reshape(steps",
+        "lax.scan(lambda m2, xs: (added(m2, xs), None), m2, groups)",
+        "lax.scan(lambda m2, xs: (added(m2, xs), None), 0 * m2, groups)",
         ("tests/strategies/test_precision.py", "-k", "centred"),
     ),
     Mutant(
@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "Streamed",
         "pergrad/_strategies/streamed.py",
-        "rest = jax.tree.map(lambda x: x[grouped:], xs)",
-        "rest = jax.tree.map(lambda x: x[: size - grouped], xs)",
+        "states, of_first = lax.scan(one, states, first, length=rest)",
+        "_, of_first = lax.scan(one, states, first, length=rest)",
         (
             "tests/strategies/test_precision.py",
             "tests/library/test_cases.py",
@@ -164,8 +164,8 @@ MUTANTS = (
     Mutant(
         "Materialise",
         "pergrad/_strategies/materialise.py",
-        "return statistic.add_all(state, gs, examples.weights)",
-        "return statistic.add_all(state, gs, 1 / examples.size)",
+        "return job.fed(tail, gs, examples.weights)",
+        "return job.fed(tail, gs, 1 / examples.size)",
         cases("mlp"),
     ),
     # terms
@@ -200,15 +200,15 @@ MUTANTS = (
     Mutant(
         "Slice",
         "pergrad/_cut/terms/scatter.py",
-        "start = jnp.clip(start, 0, table_shape[a] - part_shape[a])",
-        "start = jnp.clip(start, 0, table_shape[a])",
+        "start = jnp.clip(starts[a], 0, table_shape[a] - part_shape[a])",
+        "start = jnp.clip(starts[a], 0, table_shape[a])",
         ("tests/library/test_cases.py", "-k", "slice"),
     ),
     Mutant(
         "Total",
         "pergrad/_cut/terms/total.py",
-        "return jnp.sum(weigh(_wide(env[self.out], self.out), w), axis=0)",
-        "return jnp.sum(_wide(env[self.out], self.out), axis=0)",
+        "return jnp.sum(weigh(widen(env[self.out]), w), axis=0)",
+        "return jnp.sum(widen(env[self.out]), axis=0)",
         cases("layer_norm_mlp"),
     ),
     Mutant(
@@ -250,10 +250,10 @@ MUTANTS = (
     Mutant(
         "Individual",
         "pergrad/_statistics/of_parameters.py",
-        """    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        """    def of(self, g: jax.Array, direction: Any) -> jax.Array:
         return g
 """,
-        """    def of(self, g: jax.Array, given: Any) -> jax.Array:
+        """    def of(self, g: jax.Array, direction: Any) -> jax.Array:
         return -g
 """,
         cases("mlp"),
@@ -261,15 +261,15 @@ MUTANTS = (
     Mutant(
         "Norm",
         "pergrad/_statistics/of_examples.py",
-        "return jnp.sum(jnp.square(wide(g)))",
-        "return jnp.sum(jnp.abs(wide(g)))",
+        "return jnp.sum(jnp.square(widen(g)))",
+        "return jnp.sum(jnp.abs(widen(g)))",
         WHOLE,
     ),
     Mutant(
         "Dot",
         "pergrad/_statistics/of_examples.py",
-        "return jnp.sum(wide(g) * given)",
-        "return jnp.sum(wide(g) * jnp.abs(given))",
+        "return jnp.sum(widen(g) * direction)",
+        "return jnp.sum(widen(g) * jnp.abs(direction))",
         WHOLE,
     ),
     Mutant(
@@ -281,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "ClippedMean",
-        "pergrad/_run/run.py",
+        "pergrad/_statistics/of_examples.py",
         "return jnp.where(w != 0, w * own.astype(w.dtype), 0)",
         "return jnp.where(w != 0, own.astype(w.dtype) / w.size, 0)",
         WHOLE,
@@ -303,7 +303,7 @@ MUTANTS = (
     Mutant(
         "Loss",
         "pergrad/_call/call.py",
-        "value = self.devices.add(weighted_sum(losses, self._shares(w)))",
+        "value = self.devices.add(weighted_sum(losses, shares))",
         "value = self.devices.add(jnp.mean(losses))",
         cases("mlp"),
     ),
@@ -324,7 +324,7 @@ MUTANTS = (
     ),
     Mutant(
         "microbatches",
-        "pergrad/_run/run.py",
+        "pergrad/_run/microbatches.py",
         "w = jnp.concatenate([w, jnp.zeros(missing, w.dtype)])",
         "w = jnp.concatenate([w, w[:missing]])",
         WHOLE,
