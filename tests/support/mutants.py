@@ -87,7 +87,7 @@ MUTANTS = (
         cases("mlp"),
     ),
     Mutant(
-        "Gram",
+        "InnerProducts",
         "pergrad/_strategies/gram.py",
         "square = jnp.square(tail.similarity(env, x.dtype))",
         "square = tail.similarity(env, x.dtype)",
