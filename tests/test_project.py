@@ -192,7 +192,7 @@ ON_TOP = ("_moments", "noise", "scaling", "optim", "nnx")
 NOT_PUBLIC = {
     *("_statistics.By", "_statistics.Per", "_statistics.Where"),
     *("_call.ArgNums", "_call.MicrobatchSize", "_call.StrategyName"),
-    *("_ir.accumulation_dtype", "_ir.wide", "_statistics.Merging"),
+    *("_ir.accumulation_dtype", "_ir.widen", "_statistics.Merging"),
     *("_call.keywords_of", "_call.places", "_compat.drop_dead_code", "_compat.is_computed"),
 }
 

@@ -21,9 +21,7 @@ def keywords_of(stats: Any) -> dict[str, str]:
     return {"example_weights": _WEIGHTS, **({"direction": _DIRECTION} if takes_direction(stats) else {})}
 
 
-def returning_stats(
-    request: Request, *, with_value: bool = True, show_signature: bool = True
-) -> Callable[[Any], Any]:
+def returning_stats(request: Request, *, with_value: bool = True) -> Callable[[Any], Any]:
     """Decorates the function that returns statistics."""
     aux = request.has_aux
     if with_value:
@@ -36,21 +34,21 @@ def returning_stats(
     if aux:
         lines.append("  aux: what the loss returns beside its value, with an example axis in front.")
     lines.append(f"  stats: the results of {request.stats!r}, in the same tree.")
-    return _made_of(request.fun, summary, keywords_of(request.stats), "\n".join(lines), show_signature)
+    return _made_of(request.fun, summary, keywords_of(request.stats), "\n".join(lines))
 
 
-def returning_plan(request: Request, *, show_signature: bool = True) -> Callable[[Any], Any]:
+def returning_plan(request: Request) -> Callable[[Any], Any]:
     """Decorates the function that returns a plan."""
     summary = "The plan for the statistics of the per-example gradients of the loss. Nothing is run."
     returns = "a `pergrad.Plan`. Print it."
-    return _made_of(request.fun, summary, keywords_of(request.stats), returns, show_signature)
+    return _made_of(request.fun, summary, keywords_of(request.stats), returns)
 
 
-def returning_nothing(request: Request, *, show_signature: bool = True) -> Callable[[Any], Any]:
+def returning_nothing(request: Request) -> Callable[[Any], Any]:
     """Decorates the function that checks a loss."""
     summary = "Checks that the loss is a mean over examples that do not influence each other."
     returns = "None, or raises `pergrad.NotPerExampleError` if it is not."
-    return _made_of(request.fun, summary, {}, returns, show_signature)
+    return _made_of(request.fun, summary, {}, returns)
 
 
 def _made_of(
@@ -58,13 +56,11 @@ def _made_of(
     summary: str,
     keywords: Mapping[str, str],
     returns: str,
-    show_signature: bool,
 ) -> Callable[[Any], Any]:
     """Decorates a function that takes the arguments of `fun`, and `keywords` with their meanings.
 
     The loss `fun` may be any callable. Partial applications and callable objects have no name and no
-    docstring of their own: the function in them, or their class, has. Without `show_signature` the
-    function keeps the signature that it was written with.
+    docstring of their own: the function in them, or their class, has.
     """
     inner = _innermost(fun)
     name = getattr(inner, "__name__", type(inner).__name__)
@@ -74,7 +70,7 @@ def _made_of(
     if own_doc:
         own_doc = textwrap.indent(inspect.cleandoc(own_doc), "  ")
         parts.append(f"The docstring of `{name}`:\n\n{own_doc}")
-    signature = _signature(parameters, keywords) if show_signature else None
+    signature = _signature(parameters, keywords)
 
     def decorate(function: Any) -> Any:
         function.__signature__ = signature or inspect.signature(function)

@@ -7,6 +7,5 @@ weights), `microbatches` (all examples), `last` (what needs all of them side by 
 
 from pergrad._run.last import part_of_all as part_of_all
 from pergrad._run.last import run_last as run_last
-from pergrad._run.microbatches import Outcome as Outcome
 from pergrad._run.microbatches import run as run
 from pergrad._run.states import States as States

@@ -18,7 +18,6 @@ from pergrad._statistics.base import Source as Source
 from pergrad._statistics.base import State as State
 from pergrad._statistics.base import Statistic as Statistic
 from pergrad._statistics.base import WeightedSum as WeightedSum
-from pergrad._statistics.base import checked_per as checked_per
 from pergrad._statistics.combine import all_combine as all_combine
 from pergrad._statistics.combine import combine as combine
 from pergrad._statistics.of_examples import By as By
@@ -29,7 +28,6 @@ from pergrad._statistics.of_examples import Factors as Factors
 from pergrad._statistics.of_examples import Gram as Gram
 from pergrad._statistics.of_examples import Loss as Loss
 from pergrad._statistics.of_examples import Norm as Norm
-from pergrad._statistics.of_examples import Saved as Saved
 from pergrad._statistics.of_examples import Where as Where
 from pergrad._statistics.of_examples import added_up as added_up
 from pergrad._statistics.of_parameters import PLAIN_MEAN as PLAIN_MEAN

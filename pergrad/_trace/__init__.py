@@ -4,7 +4,6 @@ In reading order: `trace` (the program, with its calls inlined), `unit_axes` (ax
 `ragged` (ragged products that can be mapped over examples).
 """
 
-from pergrad._trace.trace import CALLS as CALLS
 from pergrad._trace.trace import Program as Program
 from pergrad._trace.trace import flat_jaxpr as flat_jaxpr
 from pergrad._trace.trace import inlined as inlined
