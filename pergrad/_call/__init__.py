@@ -1,9 +1,9 @@
 """Around the four stages: what users call, their arguments, and their results.
 
 In reading order: `api` (the public functions), `request` (their options, checked), `wrap` (the functions
-that users get back), `arguments` (the role of each argument), `call` (one call: the four stages), `results`
-(what comes out), `mesh` and `spmd` (one call on several devices), `check` (is the loss a mean over
-examples).
+that users get back), `arguments` (the role of each argument), `call` (one call: the four stages),
+`results` (what comes out), `mesh` and `spmd` (one call on several devices), `check` (whether the loss is
+a mean over examples).
 """
 
 from pergrad._call.api import explain as explain
