@@ -1,4 +1,4 @@
-"""Programs and numbers, with no word of gradients: what every later folder is written in.
+"""Programs and numbers. This folder knows nothing of gradients, and every later folder builds on it.
 
 In reading order: `numerics` (weigh, widen, add), `equations` (reading and running them), `primitives`
 (what each is), `dependence` (what depends on what), `loop` and `conditional` (a `scan` and a `cond` in

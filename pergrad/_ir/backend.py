@@ -1,6 +1,6 @@
-"""What a kind of device can do, in rates that the plan prices strategies with.
+"""How fast each kind of device is: the rates from which the plan computes the price of a strategy.
 
-The rates are rough on purpose: what they decide differs by factors, not by percents.
+The rates are rough on purpose. The prices that the plan compares differ by factors, not by percents.
 """
 
 from __future__ import annotations
@@ -13,15 +13,25 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What the plan knows about a kind of device. Rates are per second, sizes in bytes.
+    """What the plan knows about a kind of device.
 
-    `convolution_rate` is that of operations in a convolution that sums up gradients of kernels.
-    `fresh_rate` is that of memory that the operating system has to provide first, which it has for
-    programs that take more than `kept_size`. `equation` is what one more equation takes, however small.
-    `looped_convolution_rate` is that of convolutions in a loop, infinite where a loop makes no
-    difference, and `example_axis` the factor by which a program with an axis of examples takes longer
-    than one without. `stream_size` is how much the gradients of one batched product may take; 0 where
-    products should not be batched.
+    Four rates are in floating-point operations per second: `product_rate` of a matrix product,
+    `batched_rate` of a batch of matrix products, `convolution_rate` of a convolution that sums up the
+    gradients of a kernel over examples, and `looped_convolution_rate` of a convolution in a loop
+    (infinite if a loop makes convolutions no slower).
+
+    Three rates are in bytes per second: `memory_rate` of arrays in memory, `cache_rate` of arrays that
+    fit into the cache, which holds `cache_size` bytes, and `fresh_rate` of memory that the operating
+    system has to provide first. A program needs such memory if it takes more than the `kept_size` bytes
+    that a process keeps from one run to the next.
+
+    Two durations are in seconds: `loop_step` is what every round of a loop costs and `equation` what
+    every equation costs, however small its arrays are.
+
+    `example_axis` is the factor by which a program with an axis of examples takes longer than one
+    without. `stream_size` is how many bytes the gradients made by one batched product may take; it is 0
+    where products should not be batched. `working_set` is how many bytes the activations of one
+    microbatch may take.
     """
 
     name: str
@@ -42,14 +52,14 @@ class Backend:
 
 
 BACKENDS = {
-    # Measured on two cores. A batched product is slow there, and temporary memory that is larger than
-    # what malloc keeps is paged in again for every run of a program.
+    # Measured on two cores. A batched product is slow there. If a program takes more temporary memory
+    # than malloc keeps, the memory is paged in again for every run.
     "cpu": Backend(
         name="cpu",
         product_rate=2e11,
         batched_rate=1e10,
         looped_convolution_rate=3e9,
-        convolution_rate=3e10,  # 0.9e10 to 7e10, for kernels of the benchmark's CNN and ResNet
+        convolution_rate=3e10,  # measured: 0.9e10 to 7e10, for kernels of the benchmark's CNN and ResNet
         memory_rate=2e10,
         cache_rate=6e10,
         cache_size=6.4e7,
@@ -61,7 +71,7 @@ BACKENDS = {
         stream_size=0,
         working_set=1e10,
     ),
-    # Not measured. Batched products run at the full rate; loops should have few and large steps.
+    # Not measured. Batched products run at the full rate; loops should have few and large rounds.
     "gpu": Backend(
         name="gpu",
         product_rate=5e13,
@@ -87,16 +97,19 @@ BACKENDS["tpu"] = dataclasses.replace(
 )
 
 
-# Of an accelerator's memory, what the activations of a microbatch and the gradients of one batched
-# product may take.
+# The share of an accelerator's memory that the activations of a microbatch may take.
 WORKING_SHARE = 0.4
 
 
+# The share of an accelerator's memory that the gradients made by one batched product may take.
 STREAM_SHARE = 0.01
 
 
 def backend() -> Backend:
-    """The kind of device that programs run on by default, with its memory if it tells."""
+    """The kind of device that programs run on by default.
+
+    If an accelerator says how much memory it has, `working_set` and `stream_size` follow from that.
+    """
     kind = BACKENDS.get(jax.default_backend(), BACKENDS["gpu"])
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if not kind.stream_size or not memory:

@@ -1,4 +1,4 @@
-"""A `cond` equation, rebuilt: one branch of several, by an index or by the platform it runs on."""
+"""Rebuilding a `cond` equation, which takes one of several branches: by an index or by the platform."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Branches = Sequence[Callable[..., Any]]
 
 
 def take_branch(eqn: JaxprEqn, index: Any, branches: Branches, operands: Sequence[Any]) -> Any:
-    """What the branch number `index` gives, for branches in the place of the equation's own.
+    """The results of the branch number `index`, where `branches` replace the branches of `eqn`.
 
-    The equation of `lax.platform_dependent` says for which platforms each branch is (None: for all
-    others). A branch may be compiled for its own platforms alone, so the equation is rebuilt as such.
+    The equation that `lax.platform_dependent` makes says which platforms each of its branches is for
+    (None means all other platforms). Such a branch must not be compiled for any other platform, so the
+    equation is rebuilt with `lax.platform_dependent`.
     """
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
@@ -29,15 +30,16 @@ def take_branch(eqn: JaxprEqn, index: Any, branches: Branches, operands: Sequenc
 
 
 def take_by_example(index: Any, branches: Branches, operands: Sequence[Any]) -> Any:
-    """As `take_branch`, where several examples run together and the index differs among them.
+    """As `take_branch`, for several examples that run together and may take different branches.
 
-    All branches run and one of their results is selected, as `vmap` does with a `cond`, but without a
-    copy of the weights for every example. A branch that is not taken may give NaN, which is dropped.
+    All branches run and the results of one are selected, as `vmap` does with a `cond`, but without a
+    copy of the weights for every example. If a branch that is not taken gives NaN, the NaN is dropped.
 
-    The derivative of that would be NaN: the selection passes zeros back into the branch, and zero times
-    an infinite slope is NaN, which then reaches the operands. So the derivative is that of another
-    function of the same value, in which a branch that is not taken does not depend on its operands.
-    There the weights have a copy for every example, but only if somebody differentiates the statistics.
+    The derivative of this selection would be NaN: the selection passes zeros back into the branch that
+    is not taken, zero times an infinite slope is NaN, and the NaN reaches the operands. So another
+    function is differentiated, which has the same value, but in which a branch that is not taken does
+    not depend on its operands. That function has a copy of the weights for every example. It only runs
+    if somebody differentiates the statistics.
     """
 
     def selected(index: Any, operands_of: Callable[[int], Sequence[Any]]) -> Any:

@@ -1,8 +1,8 @@
 """What equations cost: floating-point operations as XLA counts them, and memory.
 
-Operations: two for every multiplication and addition of a product, one for every number that an
-elementwise equation makes or a reduction reads, none for moving numbers. Transcendental functions are
-not counted, as XLA keeps them apart.
+Operations: a product counts two for each pair of numbers that it multiplies and adds up, an elementwise
+equation one for every number that it makes, and a reduction one for every number that it reads. Moving
+numbers counts nothing. Transcendental functions are not counted, because XLA counts them apart.
 
 Memory: XLA fuses elementwise equations into their consumers, so that only some variables are ever
 stored: those that an equation like a matrix product makes or reads, and those that are read more than
@@ -27,17 +27,17 @@ from pergrad._ir.primitives import Is, those_that_are
 
 
 def size(v: Atom) -> int:
-    """How many entries an array has."""
+    """How many entries the array of a variable or literal has."""
     return math.prod(aval(v).shape)
 
 
 def nbytes(v: Atom) -> int:
-    """Bytes of one array; typed PRNG keys count as their two words."""
+    """How many bytes the array of a variable or literal takes; a typed PRNG key counts as two words."""
     return size(v) * getattr(aval(v).dtype, "itemsize", 8)
 
 
 def operations(eqns: Iterable[JaxprEqn]) -> float:
-    """Floating-point operations of these equations."""
+    """How many floating-point operations these equations do."""
     return float(sum(OPERATIONS.get(eqn.primitive, _elementwise)(eqn) for eqn in eqns))
 
 
@@ -50,7 +50,7 @@ def _elementwise(eqn: JaxprEqn) -> float:
 
 
 def equations(eqns: Iterable[JaxprEqn]) -> int:
-    """How many equations run, those of a loop as often as it has steps."""
+    """How many equations run. An equation in the body of a loop counts once for every round."""
     return sum(_equations_of(eqn) for eqn in eqns)
 
 
@@ -88,13 +88,15 @@ def _convolution(eqn: JaxprEqn) -> float:
     return 2 * out[n] * rhs[o] * rhs[i] * math.prod(_meetings(*axis) for axis in axes)
 
 
-def _meetings(length: int, dilation: int, low: int, *steps: tuple[int, int]) -> int:
-    """How often a kernel meets an entry of its operand along one axis, not padding and not a hole.
+def _meetings(length: int, dilation: int, low: int, *strides: tuple[int, int]) -> int:
+    """How many pairs of a position p and a kernel entry k meet a true entry of x along one axis.
 
-    Position p of the result and k of the kernel meet at s p + d k - low; `steps` are s and d, each with
-    the number of its positions.
+    The operand x has `length` entries, with `dilation` - 1 holes between neighbours and `low` entries of
+    padding before the first. For position p of the result, entry k of the kernel is multiplied by the
+    entry of x at s p + d k - low. That entry may be padding or a hole, and then XLA does not count the
+    multiplication. `strides` holds s with the number of positions p, and d with the number of entries k.
     """
-    (s, few), (d, many) = sorted(steps, key=lambda step: step[1])
+    (s, few), (d, many) = sorted(strides, key=lambda stride: stride[1])
     found = 0
     for start in s * np.arange(few) - low:
         entry, hole = np.divmod(start + d * np.arange(many), dilation)
@@ -103,7 +105,7 @@ def _meetings(length: int, dilation: int, low: int, *steps: tuple[int, int]) -> 
 
 
 def _ragged_product(eqn: JaxprEqn) -> float:
-    # As many dense products as there are groups, which is what runs on the CPU.
+    # The CPU runs a ragged product as one dense product for each group.
     (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     length = math.prod(aval(eqn.invars[0]).shape[a] for a in contracted)
     shares_out = len(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions) > 0
@@ -131,13 +133,13 @@ WRITING, READING = those_that_are(Is.WRITES), those_that_are(Is.READS)
 
 
 def peak_bytes_of(jaxpr: Jaxpr) -> float:
-    """The most bytes that a program keeps at one time, beside its inputs."""
+    """The most bytes that a program keeps at one time, its inputs not counted."""
 
     return peak_bytes(jaxpr.eqns, nbytes, lambda v: True, peak_bytes_inside)
 
 
 def peak_bytes_inside(eqn: JaxprEqn) -> float:
-    """The most bytes that the programs of an equation keep at one time: a loop's body, or branches."""
+    """The most bytes that the body of a loop, or a branch of a conditional, keeps at one time."""
     return max(map(peak_bytes_of, programs(eqn)), default=0)
 
 
@@ -147,23 +149,25 @@ def peak_bytes(
     temporary: Callable[[Var], bool],
     inside: Callable[[JaxprEqn], float],
 ) -> float:
-    """The most bytes that are kept at one time.
+    """The most bytes that these equations keep at one time.
 
-    `temporary` says which variables count, `inside` what an equation takes while it runs.
+    `nbytes_of` gives the bytes of a variable and `temporary` says whether the variable counts. `inside`
+    gives the bytes that an equation takes only while it runs.
     """
     readers = readers_of(eqns)
 
     def is_stored(v: Var, eqn: JaxprEqn) -> bool:
         read_by = readers.get(v, [])
         if all(isinstance(operand, Literal) for operand in eqn.invars):
-            return False  # a constant
+            return False  # v is a constant
         return (
             eqn.primitive in WRITING
             or len(read_by) > 1
             or any(reader.primitive in READING for reader in read_by)
         )
 
-    # What is kept in the end to compute a variable: itself if it is stored, or what it is fused from.
+    # The stored variables that a variable is computed from: itself, if it is stored, or those that the
+    # equations fused into it read.
     kept_for: dict[Var, frozenset[Var]] = {}
     made_at: dict[Var, int] = {}
     last_read: dict[Var, int] = {}

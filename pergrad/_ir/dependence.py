@@ -1,4 +1,4 @@
-"""What depends on what in a list of equations: the one data flow that all others are made of."""
+"""What depends on what in a list of equations. Questions about the flow of data are answered here."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from pergrad._ir.primitives import ONE_TO_ONE, Is, those_that_are
 
 
 def variables(atoms: Iterable[Atom]) -> set[Var]:
-    """The variables among these."""
+    """The variables among these atoms, without the literals."""
     return {v for v in atoms if not isinstance(v, Literal)}
 
 
 def is_in(atom: Atom, variables: Collection[Var]) -> bool:
-    """Whether an atom is one of these variables. A literal is none."""
+    """Whether an atom is one of these variables. A literal never is."""
     return not isinstance(atom, Literal) and atom in variables
 
 
 def dependents(eqns: Iterable[JaxprEqn], sources: Iterable[Var], *, inside: bool = False) -> set[Var]:
-    """The sources, and all variables that depend on them.
+    """The variables `sources`, and all variables that depend on one of them.
 
-    If one operand of an equation depends on them, all its results are taken to. With `inside` the
-    results of a loop, a conditional or a call are told apart by looking into its program.
+    If one operand of an equation depends on the sources, all results of the equation are assumed to
+    depend on them. With `inside`, the programs of loops, conditionals and calls are looked into, to see
+    which of their results do.
     """
     reached = set(sources)
     for eqn in eqns:
@@ -40,7 +41,7 @@ def dependents(eqns: Iterable[JaxprEqn], sources: Iterable[Var], *, inside: bool
             reached |= _results_of(eqn, [is_in(v, within) for v in body.outvars])
         elif inside and eqn.primitive in RUNNING_BRANCHES:
             for program in programs(eqn):
-                before = len(depends) - len(program.invars)  # the index of a conditional
+                before = len(depends) - len(program.invars)  # a conditional's index is no input of it
                 own = itertools.compress(program.invars, depends[before:])
                 within = dependents(program.eqns, own, inside=True)
                 by_index = any(depends[:before])
@@ -58,9 +59,11 @@ def _results_of(eqn: JaxprEqn, chosen: Iterable[bool]) -> set[Var]:
 
 
 def dependent_inputs(loop: Loop, depends: Sequence[bool], *, inside: bool = False) -> list[Var]:
-    """The inputs of a loop's body that depend on something, if of the operands those do that are true.
+    """The inputs of a loop's body that depend on some sources outside of the loop.
 
-    What depends on it in the carry after one round does so in the next.
+    `depends` says for each operand of the loop whether it depends on these sources. `inside` is that of
+    `dependents`. If a part of the carry depends on the sources after one round, it is an input of the
+    body that depends on them in the next round.
     """
     consts, carry, xs = loop.operands(depends)
     body = loop.body.jaxpr
@@ -75,7 +78,7 @@ def dependent_inputs(loop: Loop, depends: Sequence[bool], *, inside: bool = Fals
 
 
 def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
-    """For every variable the equations that read it, as often as each reads it."""
+    """For every variable, the equations that read it. An equation that reads it twice is there twice."""
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
         for v in eqn.invars:
@@ -85,14 +88,17 @@ def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
 
 
 def needed_equations(eqns: Sequence[JaxprEqn], needed: Iterable[Var]) -> tuple[JaxprEqn, ...]:
-    """The equations that make what is needed, and those that have an effect."""
+    """The equations from which the variables `needed` are computed, and those that have an effect."""
     return tuple(eqns[i] for i in needed_places(eqns, needed))
 
 
 def needed_places(
     eqns: Sequence[JaxprEqn], needed: Iterable[Var], always: Collection[int] = ()
 ) -> list[int]:
-    """The places of the equations that make what is needed, have an effect, or are in `always`."""
+    """The places in `eqns` of the equations from which the variables `needed` are computed.
+
+    Equations that have an effect count as needed, and so do those at the places `always`.
+    """
     needed = set(needed)
     kept = []
     for place in reversed(range(len(eqns))):
@@ -104,7 +110,10 @@ def needed_places(
 
 
 def evaluate_independent(eqns: Sequence[JaxprEqn], env: Env, moving: Collection[Var]) -> None:
-    """Runs the equations that depend on no variable of `moving`."""
+    """Computes the results that are not in `moving` and adds them to `env`.
+
+    `moving` holds some variables and all that depend on them. Equations with effects are not run.
+    """
     for eqn in eqns:
         if eqn.primitive in ONE_TO_ONE:
             pairs = zip(eqn.invars, eqn.outvars, strict=True)

@@ -1,7 +1,7 @@
 """The devices that share a batch, and how sums over them are taken.
 
-Each device has a part of the examples and works on these alone, in a program that is mapped over axes of
-a mesh. One device that has all examples is the special case of no axes.
+Every device has a part of the examples and works on its own examples alone. All devices run one program,
+which is mapped over axes of a mesh. If there is one device, which has all examples, there are no axes.
 """
 
 from __future__ import annotations
@@ -17,28 +17,33 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """As many as there are along the mesh axes `axes`. The methods are for one of them to call."""
+    """The devices along the mesh axes `axes`, `number` of them. Every one of them calls the methods.
+
+    `axes` is empty for a single device.
+    """
 
     axes: tuple[str, ...] = ()
     number: int = 1
 
     def add(self, x: jax.Array) -> jax.Array:
-        """The sum over all devices."""
+        """The sum of the devices' `x`."""
         return lax.psum(x, self.axes) if self.axes else x
 
     def join(self, x: jax.Array) -> jax.Array:
-        """The examples of all devices, from the own [size, ...]."""
+        """The devices' arrays `x` [size, ...], one behind the other: an array for all examples."""
         return lax.all_gather(x, self.axes, tiled=True) if self.axes else x
 
     def first(self, size: int) -> Any:
-        """The place in the batch of the first own example, if each device has `size`."""
+        """The place in the whole batch of this device's first example, if each device has `size`."""
         return lax.axis_index(self.axes) * size if self.axes else 0
 
     def merge(self, two: Callable[[Any, Any], Any], state: Any) -> Any:
-        """On the first device the states of all, merged two at a time in their order.
+        """The states of all devices, merged into one; the result is on the first device.
 
-        A tree of log2(number) levels: at the one of 2^k every 2^(k+1)-th device takes in the state of
-        the one 2^k further on, which has those of 2^k devices by then. So two states are here at most.
+        `two` merges the states of two devices, the earlier one first. The devices form a tree of
+        log2(number) levels. At level k every 2^(k+1)-th device takes in the state of the device 2^k
+        further on, which has merged the states of up to 2^k devices by then. So a device never holds
+        more than two states.
         """
         here, far = self.first(1), 1
         while far < self.number:
@@ -50,7 +55,7 @@ class Devices:
         return state
 
     def only_first(self, x: Any) -> Any:
-        """On the first device `x`, on the others zeros like it."""
+        """`x` on the first device, and zeros shaped like it on all others."""
         return _select(self.first(1) == 0, x, jax.tree.map(jnp.zeros_like, x))
 
 

@@ -16,7 +16,7 @@ Env = dict[Var, Any]
 
 
 def distinct(atoms: Iterable[Atom]) -> tuple[Var, ...]:
-    """The variables among these, each once."""
+    """The variables among these atoms, each once, in the order in which they first appear."""
     return tuple(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
 
 
@@ -39,7 +39,7 @@ def evaluate(eqns: Sequence[JaxprEqn], env: Env) -> None:
 
 
 def programs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs that an equation runs: a loop's body, the branches of a conditional."""
+    """The programs that an equation runs: the body of a loop, or the branches of a conditional."""
     return [jaxpr for value in eqn.params.values() for jaxpr in _programs(value)]
 
 
@@ -54,7 +54,7 @@ def _programs(value: Any) -> list[Jaxpr]:
 
 
 def evaluate_wide(eqns: Sequence[JaxprEqn], env: Env) -> None:
-    """As `evaluate`, with every half-precision number widened to float32 and no cast back."""
+    """As `evaluate`, but half-precision numbers become float32, and casts to fewer bits are left out."""
     for eqn in eqns:
         args = [widen(read(env, v)) for v in eqn.invars]
         is_cast = eqn.primitive is primitives.convert_element_type_p

@@ -1,10 +1,10 @@
-"""A `scan` equation in words: what it takes, what its body does in one round, what it returns.
+"""A `scan` equation as a loop: what it takes, what its body does in one round, and what it returns.
 
     operands:  constants, the carry's start, inputs [length, ...]
     the body:  (constants, carry, one input of each) -> (carry, one output of each)
     results:   the carry's end, outputs [length, ...]
 
-It is rebuilt with the public `lax.scan`.
+`Loop.run` rebuilds the equation with the public `lax.scan`.
 """
 
 from __future__ import annotations
@@ -25,35 +25,44 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A `scan` equation, and its body: the equation's own or another that takes and returns the same."""
+    """A `scan` equation, and the program that is run in every round.
+
+    `body` is the equation's own program, or another one with the same inputs and outputs.
+    """
 
     eqn: JaxprEqn
     body: ClosedJaxpr
 
     @staticmethod
     def of(eqn: JaxprEqn | None) -> Loop | None:
+        """The loop that an equation is, with the equation's own body; None if it is no loop."""
         return Loop(eqn, eqn.params["jaxpr"]) if eqn is not None and eqn.primitive in LOOPS else None
 
     @property
     def length(self) -> int:
+        """How many rounds the loop has."""
         return self.eqn.params["length"]
 
     @property
     def num_carry(self) -> int:
+        """How many arrays the carry has. Of the loop's results, these come first."""
         return _compat.scan_lengths(self.eqn)[1]
 
     def operands(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Splits what belongs to the operands into constants, carry and inputs."""
+        """Splits a sequence with an item for each operand into those of constants, carry and inputs."""
         num_consts, num_carry = _compat.scan_lengths(self.eqn)
         end = num_consts + num_carry
         return list(operands[:num_consts]), list(operands[num_consts:end]), list(operands[end:])
 
     def env(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> Env:
-        """The values that one round starts from."""
+        """The values that the body starts from in one round."""
         return starting_env(self.body, [*consts, *carry, *xs])
 
     def run(self, body: Callable[[Any, Any], Any], init: Any, xs: Any) -> Any:
-        """`lax.scan` with this loop's length, direction and unrolling, at the user's line."""
+        """`lax.scan` with this loop's length, direction and unrolling.
+
+        What it traces has the user's line of this loop's equation.
+        """
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         with _compat.at_line_of(self.eqn):
             return lax.scan(body, init, xs, **options)

@@ -1,8 +1,8 @@
 """Numbers: the dtype in which sums are kept, weights, sums and products.
 
-An example's weight `w` is its share of the whole batch, so that a mean is a plain sum: a number if all
-examples have the same weight, else an array [B]. A weight of 0 means that the example is not there,
-whatever its gradient is (NaN too).
+The weight of an example is its share of the whole batch, so that a weighted mean is a plain sum of
+weighted numbers. The weights `w` are one number if all examples have the same weight, else an array [B].
+An example of weight 0 counts for nothing, even if its gradient is NaN.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ Weights = jax.Array | float
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """The dtype that sums are kept in: at least float32."""
+    """The dtype in which sums of numbers of this dtype are kept: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def widen(x: Any) -> Any:
-    """A half-precision array as float32, the dtype that its sums are kept in; any other as it is."""
+    """A half-precision array as float32, the dtype of its sums; any other array as it is."""
     dtype = jnp.result_type(x)
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return x.astype(jnp.float32) if half else x
 
 
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
-    """`w * x`, and 0 where the weight is 0 even if `x` is not finite. `w` has `x`'s leading axes."""
+    """`w * x`, but 0 where `w` is 0, even if `x` is not finite there.
+
+    The axes of `w` are the leading axes of `x`.
+    """
     if not isinstance(w, jax.Array):
         return x if w == 1 else lax.mul(x, np.asarray(w, x.dtype))
     w = w.reshape(w.shape + (1,) * (x.ndim - w.ndim)).astype(x.dtype)
@@ -38,12 +41,12 @@ def weigh(x: jax.Array, w: Weights) -> jax.Array:
 
 
 def weigh_factors(x: jax.Array, d: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`w * x` and `d` for a product of both, each 0 where the weight is 0."""
+    """`w * x` and `d`, each 0 where `w` is 0, so that the product of both is weighted by `w`."""
     return weigh(x, w), weigh(d, jnp.not_equal(w, 0))
 
 
 def weighted_sum(xs: jax.Array, w: Weights) -> jax.Array:
-    """`sum_i w_i xs[i]`; one weight for all is applied to the sum."""
+    """`sum_i w_i xs[i]`. If all examples have the same weight, the sum is multiplied by it once."""
     if not isinstance(w, jax.Array):
         return weigh(lax.reduce_sum(xs, (0,)), w)
     return lax.reduce_sum(weigh(xs, w), (0,))
@@ -62,27 +65,31 @@ def total(w: Weights, size: int) -> jax.Array | float:
 
 
 def with_example_axis(x: Any, has_axis: bool, size: int) -> jax.Array:
-    """The array [size, ...], repeated for every example if it has no example axis yet."""
+    """`x` if it has an example axis already, else `x` repeated for every example: [size, ...]."""
     return x if has_axis else jnp.broadcast_to(x, (size, *jnp.shape(x)))
 
 
 def in_groups(xs: Any, size: int, k: int) -> tuple[Any, Any]:
-    """Arrays [size, ...] as groups of k in order: the first size % k, and then [size // k, k, ...]."""
+    """Arrays [size, ...] in two parts: the first size % k rows, and the rest as [size // k, k, ...]."""
     groups, rest = divmod(size, k)
     first = jax.tree.map(lambda x: x[:rest], xs)
     return first, jax.tree.map(lambda x: x[rest:].reshape(groups, k, *x.shape[1:]), xs)
 
 
 def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> jax.Array:
-    """A `dot_general` whose result has this dtype (None: that of its operands), maybe a wider one.
+    """`lax.dot_general` of `x` and `d` with the dimension numbers `numbers`.
 
-    Accelerators sum half-precision products up in float32, if asked to. XLA's CPU backend widens the
-    operands, but not for all layouts: others it compiles and then does not run ("Unsupported element
-    type for DotThunk: BF16 x BF16 = F32"). There the operands are widened here, which takes as long.
+    The result has the dtype `dtype`, which may be wider than that of the operands; None means the dtype
+    of the operands.
 
-    The choice is made for the device that the plan is for, not by `lax.platform_dependent`: the products
-    of a loop's body and of single tokens stand in programs that are cut again, and there a conditional
-    would hide them.
+    Accelerators sum up half-precision products in float32 if they are asked to. XLA's CPU backend widens
+    the operands for that, but not in all layouts: in the others it compiles the product and then fails
+    to run it ("Unsupported element type for DotThunk: BF16 x BF16 = F32"). So on the CPU the operands
+    are widened here, which takes as long.
+
+    Python decides this, for the default device, and not `lax.platform_dependent`: the products in the
+    body of a loop and those of single tokens stand in programs that are cut again, and a conditional
+    around a product would hide it there.
     """
     is_wider = dtype is not None and dtype != jnp.promote_types(x.dtype, d.dtype)
     if is_wider and jax.default_backend() == "cpu":

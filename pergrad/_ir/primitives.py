@@ -1,7 +1,7 @@
-"""What each primitive is: one table, from which all sets of primitives follow.
+"""What is true of each primitive: one table, from which all sets of primitives follow.
 
-Rules for single primitives (how many operations, how to inline, how to drop an axis) stand where they
-are used. What several files have to know of a primitive stands here, as flags.
+A rule for a single primitive (how many operations it does, how it is inlined, how it loses an axis)
+stands in the file that uses it. Facts about primitives that several files use stand here, as flags.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from pergrad._compat import Primitive
 
 
 class Is(enum.Flag):
-    """What is true of a primitive."""
+    """What can be true of a primitive. A primitive may have several of these flags."""
 
-    # An entry of the result is made of the entries of the operands at the same place.
+    # An entry of the result depends only on the operands' entries at the same place.
     ELEMENTWISE = enum.auto()
     # Every entry of the result is an entry of an operand, or a constant: nothing is computed.
     MOVE = enum.auto()
-    # XLA counts it apart from other operations.
+    # XLA counts its operations apart from others.
     TRANSCENDENTAL = enum.auto()
     # Result k depends on operand k and on no other.
     ONE_TO_ONE = enum.auto()
-    # The sum of its two operands.
+    # The result is the sum of the two operands.
     ADDITION = enum.auto()
     # Some entries of an operand are replaced; the others stay where they are.
     REPLACING = enum.auto()
-    # An entry that gets through has the place that it had in the operand.
+    # An entry of an operand that goes into the result goes to the same place there.
     STAYING = enum.auto()
-    # All entries stay in their order; at most axes of length 1 come or go, if the size is the same.
+    # If the result is as large as the operand, its entries are the operand's, in the same order.
     IN_ORDER = enum.auto()
-    # XLA writes the result to memory, in place of fusing it into what reads it.
+    # XLA writes the result to memory and does not fuse it into the equations that read it.
     WRITES = enum.auto()
-    # XLA reads the operands from memory, in place of fusing what makes them into it.
+    # XLA reads the operands from memory and does not fuse the equations that make them into it.
     READS = enum.auto()
-    # It runs programs that are given the last of its operands and make its results.
+    # It runs programs. Their inputs are its last operands, and their outputs are its results.
     RUNS_BRANCHES = enum.auto()
+    # It is a `scan`, which `Loop` describes.
     LOOP = enum.auto()
+    # It is a convolution, which XLA's CPU backend runs more slowly in a loop.
     CONVOLUTION = enum.auto()
 
 
@@ -47,7 +49,7 @@ _OPAQUE = Is.READS | Is.WRITES
 _MEASURED_APART = Is.ELEMENTWISE | Is.TRANSCENDENTAL
 
 PRIMITIVES: dict[Primitive, Is] = {
-    # entries at the same place
+    # An entry of the result is made of entries at the same place.
     **dict.fromkeys(
         [
             *(p.sub_p, p.mul_p, p.div_p, p.neg_p, p.max_p, p.min_p, p.abs_p, p.sign_p),
@@ -68,7 +70,7 @@ PRIMITIVES: dict[Primitive, Is] = {
     p.convert_element_type_p: Is.ELEMENTWISE | Is.MOVE | Is.STAYING | Is.IN_ORDER,
     **dict.fromkeys([p.copy_p, _compat.name_p], Is.ELEMENTWISE | Is.MOVE | Is.STAYING),
     p.stop_gradient_p: Is.ELEMENTWISE | Is.MOVE,
-    # entries at another place
+    # An entry of the result is an entry from another place.
     **dict.fromkeys([p.broadcast_in_dim_p, p.reshape_p, p.squeeze_p], Is.MOVE | Is.IN_ORDER),
     **dict.fromkeys(
         [
@@ -80,19 +82,19 @@ PRIMITIVES: dict[Primitive, Is] = {
     _compat.optimization_barrier_p: Is.MOVE | Is.ONE_TO_ONE,
     p.gather_p: Is.MOVE | Is.WRITES,
     p.scatter_p: Is.REPLACING | Is.STAYING,
-    # sums
+    # An entry of the result is a sum, or is made of many entries.
     **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p], Is.WRITES),
     **dict.fromkeys([p.dot_general_p, _compat.ragged_dot_general_p], _OPAQUE),
     **dict.fromkeys([p.scatter_add_p, p.sort_p, p.cumsum_p], _OPAQUE),
     p.conv_general_dilated_p: _OPAQUE | Is.CONVOLUTION,
-    # programs
+    # The equation runs programs.
     p.scan_p: _OPAQUE | Is.LOOP,
     **dict.fromkeys([p.cond_p, p.custom_jvp_call_p], Is.RUNS_BRANCHES),
 }
 
 
 def those_that_are(what: Is) -> frozenset[Primitive]:
-    """The primitives of which this is true."""
+    """The primitives that have this flag."""
     return frozenset(primitive for primitive, own in PRIMITIVES.items() if what in own)
 
 

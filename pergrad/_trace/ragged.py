@@ -1,6 +1,6 @@
-"""A ragged product that can be mapped over examples that share their matrices, which JAX's cannot.
+"""Ragged products that can be mapped over examples which share their matrices. JAX cannot map its own.
 
-The examples are one more axis of x in front of the ragged one, each with group sizes of its own.
+The examples become one more axis of x, in front of the ragged axis, and each has its own group sizes.
 """
 
 from __future__ import annotations

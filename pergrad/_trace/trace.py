@@ -1,23 +1,22 @@
 """Stage 1: a loss becomes the gradient program of one example.
 
-The program is flat: calls are inlined by tracing them again (equal sub-programs share variables, so
-pasting their equations would not do), and equations that no output needs are gone. What is left is
-a list of equations that the next stage can walk through. On the way axes of length 1 are dropped, of
-which a batch of one has many (`unit_axes`).
+The program is flat. Calls are inlined by tracing them again: their equations cannot simply be pasted,
+because equal sub-programs share their variables. Equations that no output needs are dropped. What is
+left is a list of equations that the next stage can walk through. Axes of length 1, of which a batch of
+one has many, are dropped on the way (`unit_axes`).
 
-`remat` must keep its recomputation. Its lowering is a barrier on the arguments and then the body,
-and that is how it is inlined here: the body follows an `optimization_barrier` on the arguments, which
-ties the recomputation to the cotangents, so XLA neither merges it with the forward pass nor runs it
-early.
+`remat` must keep its recomputation. JAX lowers it to a barrier on the arguments, followed by the body,
+and it is inlined here in the same way. The `optimization_barrier` ties the recomputation to the
+cotangents, so that XLA neither merges it with the forward pass nor runs it early.
 
-Mutable references that the loss makes become arrays, before anything else.
+Mutable references that the loss makes become arrays, before anything else is done.
 
-`custom_jvp` and `custom_vjp` functions that a parameter went through have been replaced by their rules
-when the loss was differentiated. Those that are left belong to nothing that was, and stay calls: whoever
-differentiates the statistics gets their rules.
+When the loss is differentiated, JAX replaces the `custom_jvp` and `custom_vjp` functions that a
+parameter goes through by their rules. The others, which no parameter goes through, stay calls, so that
+their rules apply when somebody differentiates the statistics.
 
-Random numbers that would depend on the size of the batch they are drawn in are drawn one example after
-the other (`_inline_random`).
+Some random numbers would depend on the size of the batch that they are drawn in. These are drawn one
+example after the other (`_inline_random`).
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ from pergrad._ir import Env, Loop, distinct, programs, read, starting_env, take_
 from pergrad._trace.ragged import with_batching
 from pergrad._trace.unit_axes import as_known, evaluate_squeezed
 
+# How a primitive is inlined: the results of an equation, from its operands, and the table for the
+# equations of the programs that it runs.
 Inline = Callable[[JaxprEqn, Sequence[Any], "InlineTable"], list[Any]]
 
 
@@ -49,9 +50,10 @@ InlineTable = dict[Primitive, Inline]
 class Program:
     """The gradient program of one example.
 
-    Its inputs are the parameters, then what belongs to the example, then the cotangent of the loss:
-    what depends on it belongs to the backward pass. All that is the same for every call of the loss is a
-    constant. Its outputs are the loss, the leaves of `aux`, the gradients.
+    The inputs of `jaxpr` are the parameters `params`, then the arrays `example` of the example, then the
+    `cotangent` of the loss. What depends on the cotangent belongs to the backward pass. Arrays that the
+    loss closes over are constants, whose values are `consts`. The outputs are the loss `value`, the
+    leaves `aux` of the auxiliary output, which has the structure `aux_tree`, and the gradients `grads`.
     """
 
     jaxpr: Jaxpr
@@ -66,6 +68,7 @@ class Program:
 
     @staticmethod
     def of(program: ClosedJaxpr, num_params: int, aux_tree: Any) -> Program:
+        """Names the inputs and outputs of a program, whose first `num_params` inputs are parameters."""
         jaxpr = _compat.drop_dead_code(program.jaxpr)
         end_of_aux = 1 + aux_tree.num_leaves
         return Program(
@@ -83,21 +86,28 @@ class Program:
     def starting_env(
         self, params: Sequence[Any], example: Sequence[Any] | None = None, cotangent: float = 1
     ) -> Env:
-        """The values that the program starts from; without an example, those that all examples share."""
+        """The values of the program's constants and inputs, from which it starts.
+
+        Without `example`, only the values that all examples share.
+        """
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         env |= zip(self.params, params, strict=True)
         env[self.cotangent] = jnp.full((), cotangent, _compat.aval(self.cotangent).dtype)
         return env if example is None else env | dict(zip(self.example, example, strict=True))
 
     def replaced_by(self, program: ClosedJaxpr) -> Program:
-        """This program with other equations, which take and return the same."""
+        """`program`, which has the same inputs and outputs as this one, in the place of this one."""
         return Program.of(program, len(self.params), self.aux_tree)
 
 
 def trace(
     fun: Callable[..., Any], params: Sequence[Any], example: Sequence[Any], has_aux: bool
 ) -> Program:
-    """Traces `fun(params, example)`, both flat lists, and its gradient for `params`."""
+    """The program of `fun(params, example)` and of its gradient with respect to `params`.
+
+    `params` and `example` are flat lists. With `has_aux`, `fun` returns a pair of the loss and an
+    auxiliary output, else the loss.
+    """
 
     def value_aux_grads(
         params: Sequence[Any], example: Sequence[Any], cotangent: jax.Array
@@ -114,23 +124,23 @@ def trace(
 
 
 def inlined(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """The program of `fun` with its calls inlined."""
+    """The program of `fun(*args)`, with all calls inlined but those of custom derivatives."""
     nested = jax.make_jaxpr(fun)(*args)
     return jax.make_jaxpr(lambda *leaves: _inline(nested, leaves, CALLS))(*jax.tree.leaves(args))
 
 
 def flat_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
-    """The program of `fun` itself with all its calls inlined, to look at."""
+    """The program of `fun(*args)` with all its calls inlined. It is there to be read, not to be run."""
     nested = _without_references(jax.make_jaxpr(fun)(*args))
     inlined = jax.make_jaxpr(lambda *leaves: _inline(nested, leaves, CALLS | CUSTOM_CALLS))
     return inlined(*jax.tree.leaves(args)).jaxpr
 
 
 def _without_references(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with arrays in the place of mutable references (`jax.new_ref`).
+    """The same program, with arrays in the place of mutable references (`jax.new_ref`).
 
-    Equations that write into a reference have no result that depends on what is written, so nobody who
-    follows results would see it.
+    An equation that writes into a reference has no result that depends on what it writes. So whoever
+    follows the results of equations would not see the dependence.
     """
     if not _has_references(program.jaxpr):
         return program
@@ -153,12 +163,12 @@ def _has_references(jaxpr: Jaxpr) -> bool:
 
 
 def _inline(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
-    """The results of a program, all of whose calls are inlined."""
+    """The results of a program for the arguments `args`, with the calls in `table` inlined."""
     return as_known(_inline_squeezed(program, args, table), program.jaxpr.outvars)
 
 
 def _inline_squeezed(program: ClosedJaxpr, args: Sequence[Any], table: InlineTable) -> list[Any]:
-    """As `_inline`, where arguments and results may lack axes of length 1."""
+    """As `_inline`, but the arguments and the results may lack axes of length 1."""
     env = starting_env(program, args)
     for eqn in program.jaxpr.eqns:
         inline = table.get(eqn.primitive)
@@ -169,7 +179,7 @@ def _inline_squeezed(program: ClosedJaxpr, args: Sequence[Any], table: InlineTab
 
 
 def _inline_call(body: str) -> Inline:
-    """For a call that means what the program in its parameter `body` means."""
+    """How to inline a call that does what the program in its parameter `body` does."""
 
     def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
         return _inline_squeezed(_compat.as_closed(eqn.params[body]), args, table)
@@ -185,7 +195,7 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
 
 
 def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
-    """A loop stays one, with the calls in its body inlined."""
+    """The results of a loop that stays a loop, with the calls in its body inlined."""
     loop = Loop(eqn, eqn.params["jaxpr"])
     consts, init, xs = loop.operands(as_known(args, eqn.invars))
 
@@ -205,7 +215,7 @@ def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) 
 
 
 def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
-    """A ragged product that JAX cannot map over examples becomes one that can be."""
+    """The result of a ragged product, which is replaced if JAX cannot map it over examples."""
     args = as_known(args, eqn.invars)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     _, (x_batch, _) = numbers.dot_dimension_numbers
@@ -217,12 +227,12 @@ def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTabl
 
 
 def _inline_random(*unsafe: str) -> Inline:
-    """For numbers drawn from a key, or keys made of one, with implementations that are unsafe to map.
+    """How to inline an equation that draws numbers from a key, or makes keys of a key.
 
-    Mapped over keys, the hardware's generator draws all numbers from the first key: `jax.vmap` of
-    `jax.random.bits` is then no loop of it, and what an example gets depends on how many others are
-    beside it. For these implementations the examples are taken one after the other, for this equation
-    alone.
+    If it is mapped over keys, the hardware's generator draws all numbers from the first key. Then
+    `jax.vmap` of `jax.random.bits` does not give what a loop over the keys gives, and the numbers of an
+    example depend on how many other examples there are. For the key implementations `unsafe`, and for
+    raw keys, this one equation runs for one example after the other.
     """
 
     def inline(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:

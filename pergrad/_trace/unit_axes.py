@@ -1,13 +1,13 @@
-"""While calls are inlined: axes of length 1 leave the program.
+"""Axes of length 1 leave the program while its calls are inlined.
 
-A loss of a batch is traced with a batch of one, so that nearly every array has an axis of length 1, next
-to which `vmap` puts the axis of the examples. XLA does not see that this is the program of `jax.grad`:
-on the CPU it copies operands of products to transpose them, and fuses less. Without the axes of length 1
-the two are alike, and have fewer equations.
+A loss of a batch is traced with a batch of one, so that nearly every array has an axis of length 1, and
+`vmap` puts the axis of the examples next to it. XLA then does not see that this is the program of
+`jax.grad`: on the CPU it copies operands of products to transpose them, and it fuses less. Without the
+axes of length 1 the two programs are alike, and they have fewer equations.
 
-Here are the primitives that can do without such axes. A rule takes its operands with these axes or
-without, and returns its result without. Any other equation gets its operands as it knows them
-(`as_known`).
+This file has a rule for each primitive that can do without such axes. A rule gets its operands without
+them and returns its result without them. Any other equation gets its operands in the shapes that the
+program gives them (`as_known`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Primitive, aval
 from pergrad._ir import Is, those_that_are
 
-# None if this equation cannot do without after all.
+# The result of an equation without axes of length 1, from operands without them; None if this equation
+# needs them after all.
 Rule = Callable[[JaxprEqn, Sequence[Any]], Any]
 
 
 def as_known(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
-    """The values of `atoms` with the shapes that the program gives them."""
+    """The values of `atoms`, reshaped to the shapes that the program gives these atoms."""
     pairs = zip(values, map(_shape, atoms), strict=True)
     return [x if jnp.shape(x) == shape else lax.reshape(x, shape) for x, shape in pairs]
 
 
 def squeezed(x: Any) -> Any:
-    """The same numbers without axes of length 1."""
+    """`x` without its axes of length 1."""
     shape = jnp.shape(x)
     return lax.squeeze(x, [i for i, n in enumerate(shape) if n == 1]) if 1 in shape else x
 
 
 def evaluate_squeezed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """The results of an equation, without axes of length 1 if its primitive can do without."""
+    """The results of an equation, without axes of length 1 if there is a rule for its primitive.
+
+    The operands `ins` may lack axes of length 1.
+    """
     rule = RULES.get(eqn.primitive)
     has_unit_axes = any(1 in aval(v).shape for v in (*eqn.invars, *eqn.outvars))
     is_sharded = any(_is_explicit(value) for name, value in eqn.params.items() if "sharding" in name)
@@ -54,17 +58,17 @@ def evaluate_squeezed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
 
 
 def _is_explicit(sharding: Any) -> bool:
-    """Whether a sharding says something: on a mesh of automatic axes all equations have an empty one."""
+    """Whether a sharding has explicit axes. If all axes are automatic, the sharding says nothing."""
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _kept(shape: Sequence[int]) -> dict[int, int]:
-    """The axes that are not of length 1, and their places among these."""
+    """For each axis that is not of length 1, the number that it has when the others are dropped."""
     return {axis: k for k, axis in enumerate(axis for axis, n in enumerate(shape) if n != 1)}
 
 
 def _of(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """What is left of these axes of an array, by their new places."""
+    """The numbers that those of `axes` that are not of length 1 have when the others are dropped."""
     kept = _kept(shape)
     return tuple(kept[axis] for axis in axes if axis in kept)
 
@@ -120,7 +124,10 @@ def _transpose(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
 
 
 def _along(eqn: JaxprEqn, ins: Sequence[Any], name: str) -> Any:
-    """For parts of an array along one axis, if none of them has length 1."""
+    """For an equation that splits or joins arrays along one axis, if no array has length 1 there.
+
+    `name` is the parameter of the equation that says which axis it is.
+    """
     axis, arrays = eqn.params[name], [_shape(v) for v in (*eqn.invars, *eqn.outvars)]
     if any(shape[axis] == 1 for shape in arrays):
         return None
