@@ -1,8 +1,8 @@
 """What can be asked for: statistics of the gradients of the examples of a batch.
 
-In reading order: `base` (what every statistic says of itself), `of_parameters` (statistics of each
+In reading order: `base` (what every statistic says about itself), `of_parameters` (statistics of each
 parameter on its own), `of_examples` (statistics of an example's whole gradient, and of its loss),
-`combine` (the results of several batches as one).
+`combine` (merges the results of several batches).
 """
 
 from pergrad._statistics.base import Accumulator as Accumulator

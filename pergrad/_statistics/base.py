@@ -1,18 +1,18 @@
-"""What every statistic says of itself.
+"""What every statistic says about itself.
 
-What is computed for one parameter on its own is a `LeafStatistic`, of two main kinds:
+A statistic that is computed for each parameter on its own is a `LeafStatistic`. It has two main kinds:
 
-- An accumulator starts empty (`init`), takes gradients in one at a time (`add`) or many at once
-  (`add_all`), and is read out at the end (`finish`). To take in many at once gives what it gives to take
-  them in one by one, and two states can be merged.
-- A reading is a value for every example (`of`).
+- An accumulator starts from an empty state (`init`), takes in gradients one at a time (`add`) or many at
+  once (`add_all`), and turns its final state into the result (`finish`). Many gradients taken in at once
+  give the same state as the same gradients taken in one by one.
+- A reading has a value for every example (`of`).
 
 A statistic of an example's whole gradient is made of such leaves.
 
-Strategies, plan and run know no statistic by its class. They ask it: when is it computed (`phase`), of
-what units (`unit`), which quantity of the gradients would do in the place of the gradients themselves
-(`quantity`), which axes its result has (`layout`), how the parts of several devices and the results of
-several batches become one (`part_of_all`, `merging`).
+Strategies, plan and run know these kinds, but no single statistic. They ask the statistic when it is
+computed (`phase`), what its units are (`unit`), which quantity can take the place of the gradients
+themselves (`quantity`), which axes its result has (`layout`), and how the parts of several devices and
+the results of several batches become one (`part_of_all`, `merging`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ Per = int | Literal["example", "token"]
 class Phase(enum.Enum):
     """When a statistic is computed."""
 
-    FIRST = "as soon as the factors of a tail are there"
-    CLIPPED = "when the norms of all gradients have been read"
-    LAST = "when all examples have been through the model"
+    FIRST = "as soon as the factors of a tail are computed"
+    CLIPPED = "after the norms of all gradients have been computed"
+    LAST = "after all examples have been through the model"
 
 
 class Quantity(enum.Enum):
-    """What a statistic is made of, if a strategy can give that without the gradients themselves.
+    """The quantity that a statistic is computed from.
 
-    With w_i the weights and g_i the gradients of a parameter.
+    A strategy that can give this quantity need not form the gradients. The examples have the weights
+    w_i, and a parameter has the gradients g_i.
     """
 
     SUM = "the sum of w_i phi(g_i) for an elementwise phi"
@@ -54,49 +55,49 @@ class Quantity(enum.Enum):
     PROJECTIONS = "<g_i, v> for every example and a direction v"
     PAIRS = "<g_i, g_j> for all pairs of examples"
     GRADIENTS = "the gradients themselves"
-    FACTORS = "what the gradients are made of"
+    FACTORS = "the factors that the gradients are made of"
 
 
 class Layout(enum.Enum):
-    """Which axes a result has."""
+    """Which axes the result of a statistic has."""
 
-    LIKE_PARAMETERS = "those of the parameters: a tree like them"
+    LIKE_PARAMETERS = "the axes of the parameters, in a tree like the parameters"
     PER_EXAMPLE = "the example axis in front"
-    PER_EXAMPLE_LIKE_PARAMETERS = "the example axis in front, and then those of the parameters"
-    NUMBER = "none"
+    PER_EXAMPLE_LIKE_PARAMETERS = "the example axis in front, followed by the axes of the parameters"
+    NUMBER = "no axes"
 
 
 class Merging(enum.Enum):
     """How the results of several batches become one."""
 
-    ADDED = "they are added"
-    WEIGHED = "they are means, weighed by the counts"
-    CENTRED = "they are variances, centred on the common mean"
-    JOINED = "they are joined along the example axis"
+    ADDED = "the results are added"
+    WEIGHED = "the results are means, which are weighed by the counts of the batches"
+    CENTRED = "the results are variances, which are centred on the common mean"
+    JOINED = "the results are joined along the example axis"
 
 
 class Seen(Protocol):
-    """What a call has seen of its examples, for a statistic to make its result of."""
+    """What a call knows of its examples at the end. Every statistic makes its result from this."""
 
     losses: jax.Array
     count: jax.Array
 
     def leaves_of(self, statistic: Statistic) -> list[Any]:
-        """For each parameter the result of the statistic's last leaf there, or None if it has none."""
+        """For each parameter the result of the statistic's last leaf, or None if there is no leaf."""
         ...
 
     def like_params(self, leaves: Sequence[Any]) -> Any:
-        """A tree like the parameters, with these leaves."""
+        """A tree like the parameters, with the given leaves."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the value of a leaf statistic comes from.
+    """Where the final state or the values of a leaf statistic come from.
 
     `like` has the shape and dtype of the parameter's gradient, and `units` is the number of units,
-    counted with their weights. The tail of the gradient stands in as many loops as `loops` says: a
-    state then has their lengths in front, and `outward` brings its entries to where they lie in the
+    counted with their weights. `loops` is the number of loops that the tail of the gradient stands in. A
+    state has the lengths of these loops in front, and `outward` moves its entries to their places in the
     parameter.
     """
 
@@ -112,7 +113,7 @@ class Statistic:
 
     @property
     def unit(self) -> Per:
-        """What one unit is: an example, so many examples together, or a single contribution."""
+        """What one unit is: an example, a group of examples, or a single contribution to a sum."""
         return "example"
 
     @property
@@ -122,90 +123,97 @@ class Statistic:
 
     @property
     def takes_direction(self) -> bool:
-        """Whether a direction must be given at the call."""
+        """Whether the caller must pass a direction."""
         return False
 
     @property
     def merging(self) -> Merging:
-        """How the results of two batches become one."""
+        """How the results of several batches become one."""
         raise ArgumentError(f"{self!r} cannot be combined.")
 
     def selects(self, path: str) -> bool:
-        """Whether the statistic looks at the parameter at `path`."""
+        """Whether the statistic uses the parameter at `path`."""
         return True
 
     def check_count(self, count: float) -> None:
-        """Raises if a batch of `count` examples does not have this statistic."""
+        """Raises an error if this statistic does not exist for a batch of `count` examples."""
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        """What has to be computed for the parameter at `path`; the result is made of the last one."""
+        """The leaf statistics of the parameter at `path`. The result is made from the last of them."""
         return ()
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
-        """The result, from one for each parameter (None if it has none); `tree` makes one like them."""
+        """The result of the statistic.
+
+        `leaves` has the result of each parameter, or None for a parameter without a leaf. `tree` makes
+        a tree like the parameters from such a list.
+        """
         return tree(leaves)
 
     def result(self, seen: Seen) -> Any:
-        """The result, from all that a call has seen."""
+        """The result of the statistic, from all that a call knows of its examples."""
         return self.of_leaves(seen.leaves_of(self), seen.like_params)
 
     def as_part(self, result: Any, devices: Devices) -> Any:
-        """This device's part of the result, as it leaves the device."""
+        """This device's part of the result, with the axis along which the parts are joined."""
         return result
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafStatistic(Statistic):
-    """A statistic that is computed for each parameter on its own, from its gradients alone."""
+    """A statistic that is computed for each parameter on its own, from that parameter's gradients."""
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (self,)
 
     @property
     def phase(self) -> Phase:
-        """When it is computed."""
+        """When the statistic is computed."""
         return Phase.FIRST
 
     @property
     def quantity(self) -> Quantity:
-        """What it is made of."""
+        """The quantity that the statistic is computed from."""
         return Quantity.GRADIENTS
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is the weighted sum of the gradients and nothing else."""
+        """Whether the statistic is the weighted sum of the gradients and nothing else."""
         return False
 
     @property
     def accumulates(self) -> bool:
-        """Whether it has a state that takes in one example after the other."""
+        """Whether the statistic has a state that takes in one example after the other."""
         return False
 
     @property
     def in_parts(self) -> bool:
-        """Whether a gradient may be taken in by its parts, such as the layers of a stack.
+        """Whether the statistic can take in a gradient by its parts, such as the layers of a stack.
 
-        The result is then made of those of the parts, entry by entry or as their sum.
+        The results of the parts then make up the result, either entry by entry or as a sum.
         """
         return False
 
     @property
     def shares_weights(self) -> bool:
-        """Whether it takes the examples in with the weights that all other statistics have."""
+        """Whether the examples have the same weights in this statistic as in all others."""
         return True
 
     def from_quantity(self, state: State | None, value: Any) -> Any:
-        """The new state, or the value for every example, from the quantity that it is made of."""
+        """The new state, or the values of all examples, from the quantity `value`.
+
+        `state` is the state so far, or None if there is none yet.
+        """
         return value
 
     def read_out(self, value: Any, source: Source) -> Any:
-        """The result for a parameter, from the final state or the values of all examples."""
+        """The result for a parameter, from the final state or from the values of all examples."""
         return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading(LeafStatistic, abc.ABC):
-    """A value for every example, whatever its weight."""
+    """A statistic with a value for every example, which does not depend on the example's weight."""
 
     @property
     def merging(self) -> Merging:
@@ -213,10 +221,10 @@ class Reading(LeafStatistic, abc.ABC):
 
     @abc.abstractmethod
     def of(self, g: jax.Array, direction: Any) -> jax.Array:
-        """The value of one gradient; `direction` is given to the statistics that take one."""
+        """The value of one gradient. `direction` is None unless the statistic takes a direction."""
 
     def read_out(self, value: Any, source: Source) -> Any:
-        # The steps of the loops around a tail are parts of the gradient, whose values add up.
+        # Each round of the loops around a tail has a part of the gradient, and the parts' values add up.
         return jnp.sum(value, axis=range(1, 1 + source.loops)) if source.loops else value
 
 
@@ -234,42 +242,45 @@ class Accumulator(LeafStatistic, abc.ABC):
 
     @abc.abstractmethod
     def init(self, like: Shaped) -> State:
-        """The state before the first gradient; `like` has a gradient's shape and dtype."""
+        """The state before the first gradient. `like` has the shape and dtype of a gradient."""
 
     @abc.abstractmethod
     def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        """Takes in one gradient `g` with its weight `w`, a scalar."""
+        """The state after one more gradient `g`, whose weight is the scalar `w`."""
 
     @abc.abstractmethod
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
-        """Takes in gradients `gs` [B, ...] with their weights `w`, [B] or one for all."""
+        """The state after the gradients `gs` [B, ...]. Their weights `w` are [B], or one for all."""
 
     @abc.abstractmethod
     def part_of_all(self, state: State, devices: Devices) -> State:
         """This device's part of the state of all `devices`.
 
-        What `finish` makes of the parts adds up to the result. The leaves of a state may have the
-        lengths of loops in front.
+        The results that `finish` makes from the parts of all devices add up to the result for the whole
+        batch. The leaves of a state may have the lengths of loops in front.
         """
 
     @abc.abstractmethod
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
-        """The result, from the state and `count`, the sum of all weights."""
+        """The result, from the final state and `count`, the sum of all weights."""
 
     def state_or_empty(self, state: State | None, like: Shaped) -> State:
-        """The state, or an empty one if there is none yet."""
+        """The state, or an empty state if `state` is None."""
         return self.init(like) if state is None else state
 
     def fed(self, state: State | None, gs: jax.Array, w: Weights, like: Shaped) -> State:
-        """As `add_all`, where there may be no state yet."""
+        """The same as `add_all`, but `state` may be None."""
         return self.add_all(self.state_or_empty(state, like), gs, w)
 
     def weights(self, w: jax.Array, squared_norms: jax.Array) -> jax.Array:
-        """The weights [B] with which the examples are taken in, if their gradients have these norms."""
+        """The examples' weights [B] in this statistic, from their weights `w` in all others.
+
+        `squared_norms` [B] are those of the gradients over the parameters that `norms_over` names.
+        """
         return w
 
     def norms_over(self, params: Sequence[int], param: int) -> tuple[int, ...]:
-        """Of which of the parameters `params` the norms count for the weights at `param`."""
+        """The parameters, out of `params`, whose norms decide the weights at the parameter `param`."""
         return ()
 
     def as_part(self, result: Any, devices: Devices) -> Any:
@@ -296,14 +307,15 @@ class WeightedSum(Accumulator, abc.ABC):
     @property
     @abc.abstractmethod
     def degree(self) -> float | None:
-        """The p for which |phi(g)| = |g| ** p; None if it is not known."""
+        """The p for which |phi(g)| = |g| ** p, or None if it is not known."""
 
     @abc.abstractmethod
     def apply(self, g: jax.Array) -> jax.Array:
         """phi(g) in the dtype that sums are kept in."""
 
     def fed(self, state: State | None, gs: jax.Array, w: Weights, like: Shaped) -> State:
-        return self.add_all(state, gs, w)  # JAX need not trace, nor XLA remove, that 0 is added.
+        # Without a state nothing is added, so that JAX need not trace an addition of 0.
+        return self.add_all(state, gs, w)
 
     def from_quantity(self, state: State | None, value: Any) -> Any:
         return added(state, value)
@@ -319,11 +331,11 @@ class OfAllGradients(LeafStatistic, abc.ABC):
 
     @abc.abstractmethod
     def of_all(self, own: jax.Array, gs: jax.Array) -> jax.Array:
-        """The value for the gradients `own`, which are some of the gradients `gs` [B, ...] of all."""
+        """The values of the gradients `own` with all gradients `gs` [B, ...], which include `own`."""
 
 
 def checked_per(per: Any) -> Per:
-    """What one unit is; groups of one are examples."""
+    """The option `per`, checked. A group of one example is an example."""
     if per in ("example", "token"):
         return per
     if isinstance(per, bool) or not isinstance(per, int) or per < 1:
@@ -334,4 +346,5 @@ def checked_per(per: Any) -> Per:
 
 
 def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or its `repr` if it has no name."""
     return getattr(function, "__name__", repr(function))

@@ -1,4 +1,4 @@
-"""Results of several batches as one, as if all examples had been in it.
+"""Merges the results of several batches into the results of one batch with all their examples.
 
 A mean is weighed by the count of its batch, n = sum w. With the means m and the unbiased variances v of
 all batches, and N = sum n,
@@ -6,8 +6,8 @@ all batches, and N = sum n,
     mean     = sum n m / N
     variance = (sum (n - 1) v + n (m - mean)^2) / (N - 1).
 
-What has an example axis is joined along it. A batch that counts nothing adds nothing, even if its means
-are NaN.
+Per-example results are joined along the example axis. A batch whose count is 0 adds nothing, even if its
+means are NaN.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from pergrad._statistics.of_parameters import Mean
 
 
 def combine(stats: Any, a: Any, b: Any) -> Any:
-    """Merges the results of two batches into those of both together, as if they had been one.
+    """Merges the results of two batches, as if all their examples had been in one batch.
 
-    Means and variances need a `pg.Count()` among the statistics, which says how much each batch counts,
-    and a variance also needs the `pg.Mean()` of the same units. `Norm`, `Dot`, `Loss`, `Individual` and
-    `Factors` have the examples of `a` and then those of `b`. `Gram` and `Fold` cannot be merged, nor can
-    `Variance(per="token")`. A batch that counts 1 or less has no variance, and then neither have both.
-    The merged variance is as exact as the means are, which `pg.Mean()` rounds to the parameter's dtype.
+    Means and variances need a `pg.Count()` among the statistics, which says how much each batch counts.
+    A variance also needs the `pg.Mean()` of the same units. `Norm`, `Dot`, `Loss`, `Individual` and
+    `Factors` have the examples of `a`, followed by the examples of `b`. `Gram`, `Fold` and
+    `Variance(per="token")` cannot be merged. A batch whose count is 1 or less has no variance, and then
+    the merged batch has none either. The merged variance is as exact as the means, which `pg.Mean()`
+    rounds to the parameter's dtype.
 
     Args:
-      stats: the statistics, the tree that was given to `value_and_stats`.
-      a: its results for one batch.
-      b: its results for another.
+      stats: the tree of statistics that was passed to `value_and_stats`.
+      a: the results for one batch.
+      b: the results for another batch.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> stats = {"mean": pg.Mean(), "variance": pg.Variance(), "count": pg.Count()}
@@ -51,7 +52,7 @@ def combine(stats: Any, a: Any, b: Any) -> Any:
 
 
 def all_combine(stats: Any, result: Any, axis_name: Any) -> Any:
-    """As `combine`, over all results along a mapped axis of `shard_map`, `pmap` or `vmap`.
+    """Merges the results of all members of a mapped axis of `shard_map`, `pmap` or `vmap`, as `combine`.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> stats = {"mean": pg.Mean(), "count": pg.Count()}
@@ -69,7 +70,11 @@ def all_combine(stats: Any, result: Any, axis_name: Any) -> Any:
 
 
 class _Batches:
-    """Results of batches, those that are here, and how to `add` and to `join` those of all of them."""
+    """The results of the batches that are to be merged.
+
+    `results` has those of the batches that this program holds. `add` and `join` take a list with one
+    array for each of these, and return the sum, or the concatenation, of the arrays of all batches.
+    """
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class _Batches:
         self.results = list(zip(statistics, zip(*flat, strict=True), strict=True))
 
     def merged(self) -> Any:
+        """The merged results, in the tree of the statistics."""
         return self.tree.unflatten([self._merged(s, results) for s, results in self.results])
 
     def _merged(self, statistic: Statistic, results: Sequence[Any]) -> Any:
@@ -113,7 +119,7 @@ class _Batches:
                 )
 
     def _find(self, wanted: Statistic, why: str) -> Sequence[Any]:
-        """The results of another statistic of the tree."""
+        """The results of the statistic `wanted`, which must be in the tree; `why` begins the error."""
         for statistic, results in self.results:
             if statistic == wanted:
                 return results

@@ -1,16 +1,16 @@
 """Statistics of an example's whole gradient: norms, clipped means, inner products, factors.
 
-Each is made of leaves, one for every parameter, of which most are sums over parameters:
+Each is made of leaves, one for every parameter. Most are sums of their leaves over the parameters:
 
-    ||g_i||^2 = sum over parameters of ||g_i||^2,     <g_i, v> and <g_i, g_j> alike.
+    ||g_i||^2 = sum over parameters of ||g_i||^2,     and <g_i, v> and <g_i, g_j> in the same way.
 
-A clipped mean needs every norm before its first sum. It takes no second backward pass: once the norms
-are there, it is a mean with other weights, w_i phi(min(1, C / ||g_i||)), over factors that are still
-there.
+A clipped mean needs the norms of all parameters before its first sum, but no second backward pass: once
+the norms are known, it is a mean with other weights, w_i phi(min(1, C / ||g_i||)), over the factors,
+which are still in memory.
 
-Squares are kept in float32 at least (float64 for float64 gradients). A norm below 1e-19 or above 1e19 is
-0 or infinite in float32, as its square is, by every strategy: what a gradient is made of may be larger
-or smaller. A gradient that is not finite has a norm that is infinite or NaN.
+Squares are kept in float32 at least (float64 for float64 gradients). In float32 a norm below 1e-19 is 0
+and a norm above 1e19 is infinite, because its square is. This holds for every strategy, however large or
+small the factors of the gradient are. A gradient that is not finite has a norm that is infinite or NaN.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ By = Literal["all", "leaf"]
 
 @dataclasses.dataclass(frozen=True)
 class SquaredNorm(Reading):
-    """`||g||^2` of one parameter's gradient."""
+    """The squared norm `||g||^2` of one parameter's gradient, for every example."""
 
     @property
     def quantity(self) -> Quantity:
@@ -65,7 +65,7 @@ class SquaredNorm(Reading):
 
 @dataclasses.dataclass(frozen=True)
 class Projection(Reading):
-    """`<g, v>` of one parameter's gradient, with v the direction that is given at the call."""
+    """The inner product `<g, v>` of one parameter's gradient with the direction v of the call."""
 
     @property
     def takes_direction(self) -> bool:
@@ -85,7 +85,7 @@ class Projection(Reading):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs(OfAllGradients):
-    """`<g_i, g_j>` of one parameter's gradients, [B, B]."""
+    """The inner products `<g_i, g_j>` of one parameter's gradients, [B, B]."""
 
     @property
     def quantity(self) -> Quantity:
@@ -98,7 +98,7 @@ class Pairs(OfAllGradients):
 
 @dataclasses.dataclass(frozen=True)
 class Saved(LeafStatistic):
-    """The factors of one parameter's gradients, `FactorPair` or None."""
+    """The factors of one parameter's gradients: a `FactorPair`, or None if there is no such pair."""
 
     @property
     def phase(self) -> Phase:
@@ -111,7 +111,7 @@ class Saved(LeafStatistic):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Selecting(Statistic):
-    """A statistic of the parameters that `where` selects by their path; of all if it is None."""
+    """A statistic of the parameters that `where` selects by their paths, or of all without `where`."""
 
     def selects(self, path: str) -> bool:
         where = getattr(self, "where", None)
@@ -119,8 +119,8 @@ class _Selecting(Statistic):
 
     def __repr__(self) -> str:
         fields = [(f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        given = (f"{name}={value!r}" for name, default, value in fields if value != default)
-        return f"{type(self).__name__}({', '.join(given)})"
+        changed = (f"{name}={value!r}" for name, default, value in fields if value != default)
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def _check_where(self, where: Any) -> None:
         if where is not None and not callable(where):
@@ -131,12 +131,12 @@ class _Selecting(Statistic):
 
 
 def added_up(leaves: Sequence[Any]) -> jax.Array:
-    """The sum of what there is."""
+    """The sum of the leaves that are not None."""
     return functools.reduce(jnp.add, [x for x in leaves if x is not None])
 
 
 def root(square: jax.Array) -> jax.Array:
-    """The square root; its derivative at 0 is taken to be 0."""
+    """The square root, whose derivative at 0 is defined to be 0."""
     is_zero = square == 0
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
 
@@ -152,11 +152,11 @@ class Norm(_Selecting):
     """The l2 norm of each example's gradient, shape [B]. Example weights do not change it.
 
     Args:
-      by: `"all"`: one norm, of all parameters together. `"leaf"`: one norm for each parameter, in a tree
-        like the parameters.
-      where: a function of a parameter's path, which is a string such as `['Dense_0']['kernel']`;
-        `explain` shows all paths. Only the parameters for which it returns True are looked at. With
-        `by="leaf"` the others have None.
+      by: with `"all"` the result is one norm, over all parameters together. With `"leaf"` it is one norm
+        for each parameter, in a tree like the parameters.
+      where: a function of a parameter's path, which is a string such as `['Dense_0']['kernel']`
+        (`explain` shows all paths). Only the parameters for which it returns True are used. With
+        `by="leaf"` the result has None for the others.
 
     >>> loss = lambda p, x: jnp.mean(p["w"] * x + p["b"])
     >>> params = {"w": jnp.float32(1), "b": jnp.float32(1)}
@@ -222,7 +222,7 @@ class Gram(_Selecting):
 class Dot(Statistic):
     """The inner product `<g_i, v>` of each example's gradient with a direction, shape [B].
 
-    The direction is given at the call, as `direction=`: a tree like the parameters.
+    The caller passes the direction, a tree like the parameters, as the keyword `direction`.
 
     >>> loss = lambda w, x: jnp.mean(x @ w)
     >>> pg.grad_stats(loss, pg.Dot())(jnp.ones(2), jnp.eye(2), direction=jnp.array([5.0, 7.0]))
@@ -248,15 +248,15 @@ class Dot(Statistic):
 class ClippedMean(Mean):
     """`sum_i w_i phi(c_i g_i) / sum_i w_i` with `c_i = min(1, max_norm / ||g_i||)`: clipped gradients.
 
-    Without `phi` it is the mean of the clipped gradients, shaped and typed like the parameters: multiply
-    it by the number of examples to have the sum. With a `max_norm` of 0 the result is 0, and with
-    infinity nothing is clipped. An example whose norm is not finite makes the result NaN, unless its
-    weight is 0.
+    Without `phi` it is the mean of the clipped gradients, with the shapes and dtypes of the parameters.
+    Multiply it by the number of examples to get their sum. If `max_norm` is 0, the result is 0. If
+    `max_norm` is infinite, nothing is clipped. An example whose norm is not finite makes the result NaN,
+    unless its weight is 0.
 
     Args:
-      max_norm: a gradient with a larger norm is scaled down to this one.
-      by: `"all"`: an example's gradient is clipped as a whole, by its norm over all parameters.
-        `"leaf"`: the gradient of each parameter is clipped by its own norm.
+      max_norm: a gradient with a larger norm is scaled down to this norm.
+      by: with `"all"` an example's gradient is clipped as a whole, by its norm over all parameters. With
+        `"leaf"` the gradient of each parameter is clipped by its own norm.
       phi: None, or one of the functions that `Mean` knows to be factorable, such as `jnp.square`.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
@@ -306,8 +306,10 @@ class ClippedMean(Mean):
         return tuple(params) if self.by == "all" else (param,)
 
     def weight(self, squared_norm: jax.Array) -> jax.Array:
-        """phi(c), since phi(c g) = phi(c) phi(g). c is 1 for a gradient of zeros, NaN for one that is
-        not finite."""
+        """The factor phi(c) by which clipping changes an example's weight: phi(c g) = phi(c) phi(g).
+
+        c is 1 for a gradient of zeros, and NaN for a gradient that is not finite.
+        """
         norm = root(squared_norm)
         c = jnp.where(norm > self.max_norm, self.max_norm / jnp.where(norm > 0, norm, 1), 1)
         return self.apply(jnp.where(jnp.isfinite(norm), c, jnp.nan))
@@ -321,10 +323,10 @@ class ClippedMean(Mean):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Factors(_Selecting):
-    """What a parameter's gradients are made of: the saved inputs and residuals of its layer.
+    """The factors of each parameter's gradients: the saved inputs and residuals of its layer.
 
     The result is a tree like the parameters. It has a `FactorPair` for every parameter whose gradient is
-    a sum of outer products over positions, such as the weights of dense layers and convolutions, and
+    a sum of outer products over positions, such as the weights of dense layers and convolutions. It has
     None for every other parameter. `where` selects parameters as in `Norm`.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)

@@ -1,8 +1,8 @@
 """The statistics that are computed for each parameter on its own.
 
 States of half-precision gradients are kept in float32. `Mean()` returns the parameter's own dtype, as
-`jax.grad` does; the others return float32 (or float64), since squares of half-precision numbers
-overflow and vanish.
+`jax.grad` does. The other statistics return float32 (or float64), because squares of half-precision
+numbers overflow and underflow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pergrad._statistics.base import (
 
 @dataclasses.dataclass(frozen=True)
 class Power:
-    """`g ** p` for a whole `p`, else `|g| ** p`. Made by `power`."""
+    """The function that `power` returns: `g ** p` for a whole `p`, and `|g| ** p` for any other."""
 
     p: int | float
 
@@ -47,9 +47,9 @@ class Power:
 
 
 def power(p: int | float) -> Power:
-    """The function `g -> g ** p` for `Mean`, known to be factorable.
+    """The function `g -> g ** p` for `Mean`, which is known to be factorable.
 
-    A whole `p` keeps the sign of odd powers; for any other `p` it is `|g| ** p`. `p` must be positive.
+    For a `p` that is not a whole number the function is `|g| ** p`. `p` must be positive.
 
     >>> pg.power(3)(jnp.array([-2.0, 1.0]))
     Array([-8.,  1.], dtype=float32)
@@ -62,7 +62,7 @@ def power(p: int | float) -> Power:
 Phi = Callable[[jax.Array], jax.Array] | None
 
 
-# What is known to be factorable, and its degree.
+# The functions that are known to be factorable, and their degrees.
 FACTORABLE = ((jnp.square, 2), (jnp.abs, 1), (jnp.absolute, 1), (jnp.sign, 0))
 
 
@@ -70,22 +70,22 @@ FACTORABLE = ((jnp.square, 2), (jnp.abs, 1), (jnp.absolute, 1), (jnp.sign, 0))
 class Mean(WeightedSum):
     """`E[phi(g)]`, the mean over the examples of an elementwise function of their gradients.
 
-    The result is shaped like the parameters. Without `phi` it is the mean gradient, what `jax.grad`
-    returns. `phi` sees the gradient in at least float32.
+    The result is shaped like the parameters. Without `phi` it is the mean gradient, which is what
+    `jax.grad` returns. `phi` is applied to the gradient in at least float32.
 
-    `phi(g)` has the range of its dtype: in float32 a square is 0 for a `g` below 1e-19, and infinite for
-    one above 1e19. NaN and infinities are not hidden: an example whose gradient is NaN makes the mean
-    NaN, unless its weight is 0. For `jnp.sign` that may take in further entries of the same row or
-    column, if a gradient is both infinite and NaN there.
+    `phi(g)` has the range of its dtype: in float32 the square of a `g` below 1e-19 is 0, and the square
+    of a `g` above 1e19 is infinite. NaN and infinities are not hidden: an example whose gradient is NaN
+    makes the mean NaN, unless its weight is 0. With `jnp.sign`, a gradient that has both infinite and
+    NaN entries in a row or column may turn further entries of that row or column into NaN.
 
     Args:
       phi: an elementwise function, or None for the identity.
-      per: what one unit is. `"example"`; a number k for groups of k neighbouring examples, whose
-        gradient is their mean; `"token"` for every single contribution to a sum over positions, times
-        the number of contributions, so that their mean is the example's gradient. A gradient that is
-        not a sum over positions is one contribution.
+      per: what one unit is. With `"example"` it is an example. With a number k it is a group of k
+        neighbouring examples, whose gradient is the mean of theirs. With `"token"` it is every single
+        contribution to a sum over positions, times the number of contributions, so that the mean of the
+        units is the example's gradient. A gradient that is not a sum over positions is one contribution.
       factorable: whether `phi(a * b) == phi(a) * phi(b)` for all numbers, which allows a cheaper
-        strategy. Known for `jnp.square`, `jnp.abs`, `jnp.sign` and `pg.power(p)`. If `phi` does
+        strategy. It is known for `jnp.square`, `jnp.abs`, `jnp.sign` and `pg.power(p)`. If `phi` does
         not have this property, `factorable=True` gives wrong results.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
@@ -127,7 +127,7 @@ class Mean(WeightedSum):
 
     @property
     def degree(self) -> float | None:
-        """The p for which `phi(g)` is `|g| ** p` but for the sign; None if it is not known."""
+        """The p for which `|phi(g)|` is `|g| ** p`, or None if it is not known."""
         if self.phi is None:
             return 1
         if isinstance(self.phi, Power):
@@ -156,7 +156,7 @@ class Mean(WeightedSum):
 
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         gs = self.apply(gs)
-        if self.phi is not None:  # which passes over all of them: there the weight costs nothing
+        if self.phi is not None:  # phi passes over all gradients, where the weight costs nothing
             gs, w = weigh(gs, w), 1.0
         return added(state, weighted_sum(gs, w))
 
@@ -172,7 +172,7 @@ class Mean(WeightedSum):
         return f"Mean({', '.join(filter(None, [phi, _per_of(self), said]))})"
 
 
-# The mean gradient, which other statistics are centred on.
+# The mean gradient, on which other statistics are centred.
 PLAIN_MEAN = Mean()
 
 
@@ -180,15 +180,16 @@ PLAIN_MEAN = Mean()
 class Variance(Accumulator):
     """The unbiased variance of each coordinate over the examples, `sum (g - mean)^2 / (count - 1)`.
 
-    Shaped like the parameters, never negative, and accurate when the mean is 10^4 times the
-    deviation: every gradient is centred before it is squared (Welford 1962), and groups are merged by
-    their means (Chan, Golub and LeVeque 1979).
+    The result is shaped like the parameters, is never negative, and is accurate even if the mean is
+    10^4 times the deviation: every gradient is centred before it is squared (Welford 1962), and groups
+    are merged by their means (Chan, Golub and LeVeque 1979).
 
-    One example has no variance. A batch of one is refused; so are weights that add up to 1 or less,
-    where they can be seen. Under `jit` they cannot, and there the result is NaN.
+    One example has no variance. A batch of one example is refused, and so are weights that add up to 1
+    or less. Under `jit` the values of weights are not known, and the result for such weights is NaN.
 
-    `per` says what one unit is, as for `Mean`; the count is then that of the units: a k-th of the
-    examples for groups of k, the examples times the contributions of each for `"token"`.
+    `per` says what one unit is, as for `Mean`, and the count is the number of units. For groups of k it
+    is the number of examples divided by k. For `"token"` it is the number of examples times the number
+    of contributions of each example.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> pg.grad_stats(loss, pg.Variance())(jnp.float32(1), jnp.array([1.0, 3.0]))
@@ -237,7 +238,8 @@ class Variance(Accumulator):
         return jnp.zeros((), dtype), zeros, zeros
 
     def add(self, state: State, g: jax.Array, w: Weights) -> State:
-        # A group of one: share' = share + w,  d = g - mean,  mean' = mean + d w / share'
+        # As `merge`, for a group of one example:
+        # share' = share + w,  d = g - mean,  mean' = mean + d w / share'
         # M2' = M2 + d^2 w share / share', which is M2 + w d (g - mean') and cannot be negative
         share, mean, m2 = state
         w = jnp.asarray(w, mean.dtype)
@@ -253,11 +255,12 @@ class Variance(Accumulator):
         return self.merge(state, (share, mean, m2))
 
     def from_quantity(self, state: State | None, value: Any) -> Any:
-        """Merges a group's (share, mean, M2) with the state, which is empty if there is none yet."""
+        """Merges the (share, mean, M2) of a group with the state, which may be None."""
         _, mean, _ = value
         return self.merge(self.state_or_empty(state, mean), value)
 
     def merge(self, a: State, b: State) -> State:
+        """The state of two groups of examples together."""
         # share = s_a + s_b,  d = mean_b - mean_a,  mean = mean_a + d s_b / share
         # M2    = M2_a + M2_b + d^2 s_a s_b / share
         (s_a, mean_a, m2_a), (s_b, mean_b, m2_b) = a, b
@@ -288,18 +291,18 @@ def _per_of(statistic: Mean | Variance) -> str:
 
 
 def mean_of(weighted: jax.Array, share: jax.Array) -> jax.Array:
-    """The mean of a group, from the sum of w g and that of w; 0 if nothing has any weight."""
+    """The mean of a group, from the sum of w g and the sum of w. It is 0 if all weights are 0."""
     return weighted / _positive(share)
 
 
 def _positive(share: jax.Array) -> jax.Array:
-    """`share`, or 1 where it is 0, to divide by."""
+    """A number to divide by: `share`, or 1 where `share` is 0."""
     return jnp.where(share > 0, share, jnp.ones_like(share))
 
 
 @dataclasses.dataclass(frozen=True)
 class Individual(Reading):
-    """The gradients themselves, with the example axis in front. Example weights do not change them."""
+    """The per-example gradients, with the example axis in front. Weights do not change them."""
 
     @property
     def layout(self) -> Layout:
@@ -313,12 +316,13 @@ class Individual(Reading):
 class Fold(Accumulator):
     """Any reduction of a parameter's per-example gradients, in the order of the batch.
 
-    `init(zeros)` makes a parameter's state from zeros like it, `update(state, gradient)` takes in one
-    example's gradient, `finish(state)` makes the result, by default the state itself. An example of
-    weight 0 is passed over; any other weight counts as one.
+    `init(zeros)` makes the first state of a parameter from zeros of the parameter's shape and dtype.
+    `update(state, gradient)` returns the state after one more example. `finish(state)` returns the
+    result; without it the result is the final state. An example with weight 0 is passed over, and any
+    other weight counts as one.
 
     On several devices (`spmd_axis_name`) each device takes in its own examples, and `merge(a, b)` joins
-    the state `a` of some examples and the state `b` of the examples that follow them. To merge with a
+    the state `a` of some examples with the state `b` of the examples that follow them. Merging with a
     state that `init` has just made must change nothing. Without `merge` several devices are refused.
 
     >>> largest = pg.Fold(jnp.zeros_like, lambda s, g: jnp.maximum(s, jnp.abs(g)))
@@ -384,7 +388,7 @@ class Fold(Accumulator):
         return super().as_part(devices.only_first(result), devices)
 
     def _checked(self, who: str, new: Any, old: Any) -> Any:
-        """The new state, if it is like the old one."""
+        """The new state. Raises an error unless it has the tree, shapes and dtypes of the old one."""
         old_types, new_types = (
             jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (old, new)
         )

@@ -1,8 +1,9 @@
 """Strategies: ways to reduce a tail to statistics, one file each.
 
-All of them give the same numbers. A strategy says itself when it applies, what it costs, and why it is
-taken; `_plan` compares those of `STRATEGIES`. In reading order: `work` (what prices are made of),
-`base`, then the strategies from the simplest on.
+All strategies give the same numbers. Each of them says itself when it applies, what it costs, and why it
+is chosen; `_plan` compares the members of `STRATEGIES`. In reading order: `work` (what prices are made
+of), `base` (what every strategy has), then the strategies, beginning with the simplest: `materialise`,
+`streamed`, `summed`, `factored`, `centred`, `gram`, `sparse`.
 """
 
 from pergrad._strategies.base import Job as Job
@@ -16,7 +17,7 @@ from pergrad._strategies.streamed import Streamed
 from pergrad._strategies.summed import Summed as Summed
 from pergrad._strategies.work import Work as Work
 
-# The order is that of preference among equal prices.
+# Among strategies with equal prices the first one is chosen.
 STRATEGIES: tuple[Strategy, ...] = (
     Summed(),
     Factored(),

@@ -16,10 +16,11 @@ from pergrad._strategies.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One statistic to feed with the gradients of one of the tail's parameters.
+    """One statistic that is to be computed for one of the tail's parameters.
 
-    `place` says which of the tail's gradients. `state` is that of an accumulator so far, or None if
-    there is none yet. `direction` is there for the statistics that take one.
+    `place` is the place of the parameter's gradient among the tail's gradients. `state` is the state of
+    an accumulator so far, or None if there is none yet. `direction` is the direction of the call, or
+    None if the call has none.
     """
 
     place: int
@@ -28,7 +29,7 @@ class Job:
     direction: Any = None
 
     def accumulator_and_state(self, tail: Tail) -> tuple[Accumulator, State]:
-        """The statistic, and its state so far, which is an empty one before the first gradient."""
+        """The statistic, and its state so far. Before the first gradient that is an empty state."""
         assert isinstance(self.statistic, Accumulator)
         return self.statistic, self.statistic.state_or_empty(self.state, aval(tail.grads[self.place]))
 
@@ -38,17 +39,18 @@ class Job:
         return self.statistic.fed(self.state, gs, w, aval(tail.grads[self.place]))
 
     def from_quantity(self, value: Any) -> Any:
-        """The new state, or the values of all examples, from what the statistic is made of."""
+        """The new state, or the values of all examples, from the statistic's `Quantity`."""
         return self.statistic.from_quantity(self.state, value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy(abc.ABC):
-    """A way to feed statistics with the gradients that a tail gives for many examples.
+    """A way to compute statistics of the gradients that a tail gives for many examples.
 
-    A strategy says all that the plan has to know of it. `forms_gradients`: every example's gradient is
-    formed. `feeds_all`: one pass feeds all statistics that take part. `takes_number`: users may say how
-    many examples it takes at a time, as in `"streamed:8"`.
+    The attributes and methods tell the plan all that it has to know about a strategy.
+    `forms_gradients` says whether the strategy forms every example's gradient. `feeds_all` says whether
+    one pass over the examples feeds all of the statistics. `takes_number` says whether users may choose
+    how many examples the strategy takes at a time, as in `"streamed:8"`.
     """
 
     name: ClassVar[str]
@@ -65,35 +67,38 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        """For every job the new state of its accumulator, or its values for all examples."""
+        """For every job the new state of its accumulator, or the values of all examples."""
 
     @abc.abstractmethod
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        """The price: for this statistic or, where one pass feeds all, for all of them."""
+        """The price of this statistic, or of all statistics if one pass feeds all of them."""
 
     @abc.abstractmethod
     def operations(self, work: Work, statistics: int) -> float:
-        """Floating-point operations for so many statistics."""
+        """The number of floating-point operations; `statistics` is the number of statistics."""
 
     @abc.abstractmethod
     def temporary_bytes(self, work: Work) -> float:
-        """Bytes of temporary memory."""
+        """The bytes of temporary memory that the strategy needs."""
 
     @abc.abstractmethod
     def reason(self, work: Work) -> str:
-        """Why the strategy is taken, in a few words."""
+        """Why the strategy is chosen, in a few words."""
 
     def fitted(self, work: Work, at_a_time: int | None) -> Strategy:
-        """The strategy as the device likes it; with `at_a_time` examples at a time, if it can."""
+        """The variant of the strategy that suits the device.
+
+        If the strategy takes a number, `at_a_time` is that number, or None if users did not choose one.
+        """
         return self
 
     def sums_factors(self, tail: Tail) -> bool:
-        """Whether all it does with the factors is to sum them up, after something elementwise."""
+        """Whether the strategy only sums the factors over examples, after elementwise operations."""
         return False
 
 
 def reason_to_form(work: Work, otherwise: str) -> str:
-    """Why gradients are formed: because of the batch, because of the program, or `otherwise`."""
+    """The reason for forming gradients: the size of the batch, a term of the tail, or `otherwise`."""
     if work.size == 1:
         return "one at a time"
     terms = work.tail.terms if work.units.per_example == 1 else ()

@@ -1,12 +1,13 @@
-"""The variance of outer products in two passes: the mean first, then the squares of what is left.
+"""The variance of outer products in two passes: first the mean, then the squared deviations from it.
 
-Where an example's gradient is one outer product x d^T, forming it again costs next to nothing. So the
-mean is taken first, as one product over all examples, and then
+If an example's gradient is one outer product x d^T, forming it again costs next to nothing. So the first
+pass computes the mean, as one product over all examples, and the second pass computes
 
     M2 = sum_i w_i (x_i d_i^T - mean)^2
 
-without a product: sixteen examples at a time in one pass over M2, in which XLA fuses all that is
-elementwise. Welford's way, one example after the other, reads and writes the mean and M2 for each.
+without a matrix product. It takes sixteen examples at a time in one pass over M2, in which XLA fuses all
+elementwise operations. Welford's method takes one example after the other, and reads and writes the mean
+and M2 for each of them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from pergrad._strategies.base import Job, Strategy
 from pergrad._strategies.factored import why_not_an_outer_product
 from pergrad._strategies.work import Work
 
-AT_A_TIME = 16
+AT_A_TIME = 16  # examples in one pass over M2
 
 
 @dataclasses.dataclass(frozen=True)
 class Centred(Strategy):
+    """The strategy that computes the mean, and then the squared deviations of all outer products."""
+
     name = "centred"
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
@@ -64,7 +67,7 @@ class Centred(Strategy):
 
 
 def _squares_around(mean: jax.Array, tail: Tail, examples: Examples) -> jax.Array:
-    """sum_i w_i (g_i - mean)^2."""
+    """M2 = sum_i w_i (g_i - mean)^2."""
 
     def added(m2: jax.Array, xs: Any) -> jax.Array:
         factors, w = xs

@@ -1,17 +1,17 @@
-"""One more matrix product for every statistic E[phi(g)] with phi(ab) = phi(a) phi(b).
+"""E[phi(g)] as one matrix product, for every phi with phi(ab) = phi(a) phi(b).
 
 The tail must be one outer product g = x d^T per example, followed by steps that only move entries or
 multiply them by numbers. Then
 
     sum_i w_i phi(g_i) = sum_i w_i phi(x_i) phi(d_i)^T = phi(X)^T diag(w) phi(D),
 
-a product over the examples, and phi(c g) = phi(c) phi(g) for a number c.
+which is a product over the examples, and phi(c g) = phi(c) phi(g) for a number c.
 
-In floats that needs care, by the degree p of phi, |phi(g)| = |g|^p. For p > 1 phi of a factor may
-overflow or vanish where phi(g) does not: the factors are balanced first (`Product.balanced`). For p = 0,
-the sign, 0 * inf is NaN but phi(0) phi(inf) is 0: phi of an infinite entry is NaN here if the other
-factor of the example has any zero. The sum is then NaN wherever phi(g) is, and maybe where g is
-infinite.
+Floating-point numbers need care that depends on the degree p of phi, |phi(g)| = |g|^p. For p > 1, phi of
+a factor may overflow or underflow where phi(g) does not, so the factors are balanced first
+(`Product.balanced`). For p = 0, the sign, 0 * inf is NaN but phi(0) phi(inf) is 0. So phi of an infinite
+entry is set to NaN if the other factor of the same example has a zero. The sum is then NaN wherever
+phi(g) is NaN, and possibly also where g is infinite.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from pergrad._strategies.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Factored(Strategy):
+    """The strategy that applies phi to the factors and multiplies them over all examples."""
+
     name = "factored"
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
@@ -72,7 +74,7 @@ class Factored(Strategy):
 
 
 def _phi_of_factors(product: Product, mean: WeightedSum, env: Env) -> tuple[jax.Array, jax.Array]:
-    """phi(X) and phi(D), where neither hides what phi(X^T D) is."""
+    """phi(X) and phi(D), adjusted so that their product is NaN wherever phi of the gradient is NaN."""
     x, d = product.read(env)
     if mean.is_sum:
         return x, d
@@ -87,7 +89,7 @@ def _phi_of_factors(product: Product, mean: WeightedSum, env: Env) -> tuple[jax.
 
 
 def why_not_an_outer_product(tail: Tail) -> str | None:
-    """Why one example's gradient is more than an outer product whose entries are moved and scaled."""
+    """Why one example's gradient is not an outer product with moved and scaled entries, or None."""
     if len(tail.terms) != 1 or not isinstance(tail.terms[0], Product):
         return "not a single product"
     if tail.terms[0].contributions != 1:

@@ -4,8 +4,9 @@ For a product g = X^T D with T positions,
 
     ||g||^2 = <X X^T, D D^T>        and        <g_i, g_j> = <X_i X_j^T, D_i D_j^T>,
 
-T^2 (a + b) multiplications in place of the T a b that forming a gradient [a, b] takes. With one position
-it is ||x||^2 ||d||^2. A gradient that is c times the moved entries of such a product has c^2 times that.
+That takes T^2 (a + b) multiplications, while forming a gradient [a, b] takes T a b. With one position
+the squared norm is ||x||^2 ||d||^2. If the steps after the product only move its entries and multiply
+them by one number c, squared norms and inner products are c^2 times as large.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from pergrad._strategies.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class InnerProducts(Strategy):
-    """`batched` says whether the products of all examples are one batched product, or single ones."""
+    """The strategy that computes norms and inner products of gradients from inner products of factors.
+
+    `batched` says whether all examples share one batched product, or each has a product of its own.
+    """
 
     name = "gram"
 
@@ -40,8 +44,8 @@ class InnerProducts(Strategy):
         return tail.why_not_similar()
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # B F_g / product rate + 2 f / memory rate + B loop steps, or B F_g / batched rate + 2 f / memory
-        # rate; for the inner products of all pairs B times as many operations.
+        # B F_g / product rate + 2 f / memory rate + B rounds, or, if batched, B F_g / batched rate +
+        # 2 f / memory rate. The inner products of all pairs take B times as many operations.
         others = work.size if statistic.quantity is Quantity.PAIRS else 1
         operations = work.size * _operations_of_one(work) * others
         device = work.device
@@ -59,7 +63,7 @@ class InnerProducts(Strategy):
         return "inner products of the factors"
 
     def fitted(self, work: Work, at_a_time: int | None) -> InnerProducts:
-        """As one batched product where that takes less time than a loop over single ones."""
+        """The batched variant if one batched product takes less time than a loop of single products."""
         operations, device = _operations_of_one(work), work.device
         looped = operations / device.product_rate + device.loop_step
         return InnerProducts(batched=operations / device.batched_rate < looped)
@@ -101,10 +105,10 @@ class InnerProducts(Strategy):
 
 
 def _squares(x: jax.Array) -> jax.Array:
-    """The squared norm of the only row of each matrix."""
+    """The squared norm of each matrix, which has one row."""
     return jnp.sum(jnp.square(x), axis=(2, 3))
 
 
 def _operations_of_one(work: Work) -> float:
-    """F_g = 2 T^2 (a + b): of the norm of one example's gradient, from its factors."""
+    """F_g = 2 T^2 (a + b): the operations for the norm of one example's gradient, from its factors."""
     return 2 * work.positions * work.factor_numbers

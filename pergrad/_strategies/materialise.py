@@ -1,7 +1,7 @@
-"""The reference: form every example's gradient, then reduce.
+"""The reference: form the gradients of all examples, then reduce them.
 
-Costs as much memory as there are examples times parameters. It is the choice for small gradients; every
-other strategy is tested against it.
+This takes memory for one copy of the parameters per example, so it is chosen for small gradients. The
+tests compare every other strategy with it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pergrad._strategies.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Materialise(Strategy):
+    """The strategy that forms the gradients of all examples at once."""
+
     name = "materialise"
     forms_gradients = True
     feeds_all = True
@@ -34,7 +36,7 @@ class Materialise(Strategy):
         return formed + work.moving(work.size * work.gradient * passes)
 
     def operations(self, work: Work, statistics: int) -> float:
-        # About two for every number that feeds a statistic.
+        # A statistic takes about two operations for every number of a gradient.
         return work.forming_operations + 2 * work.size * statistics * work.numbers
 
     def temporary_bytes(self, work: Work) -> float:

@@ -1,24 +1,26 @@
 """Statistics of lookups from the rows that were looked up, never from the whole table.
 
-With v_ir the rows of example i, k_ir their places in the table (equal places added up first) and
-n = sum_i w_i, the rows of a table that an example did not touch have the gradient 0, so
+Example i looks up the rows at the places k_ir of a table, and these rows have the gradients v_ir. Rows
+of an example at equal places are added up first. A row that an example did not look up has the gradient
+0. With n = sum_i w_i,
 
     sum_i w_i phi(g_i)[k]    = n phi(0) + sum over rows with k_ir = k of w_i (phi(v_ir) - phi(0))
     sum_i w_i (g_i[k] - m)^2 = (n - t) m^2 + sum over rows with k_ir = k of w_i (v_ir - m)^2
 
-with m the mean of g_i[k] and t the weight of the examples that touch k. No difference of large numbers
-appears in the second, and neither can be told from the dense computation but by its cost.
+where m is the mean of g_i[k] and t is the weight of the examples that look up k. The second sum has no
+difference of large numbers. Both give the numbers of the dense computation, at a lower cost.
 
 Several lookups in one table are one lookup with the rows of all. Steps after the lookups may select
-entries and multiply them by numbers c (`_ways`): each row is multiplied at once by the numbers at its
-place, and a table of sums is then moved to where the gradient has its entries. Where c is not finite,
-an example that did not touch the entry has 0 c = NaN there, and all examples are taken to have that:
+entries and multiply them by numbers c (`_cut/ways`). Each row is then multiplied by the numbers at its
+place as soon as it is read, and the steps move only a finished table of sums to the places of the
+gradient. If c is not finite, an example that did not look up the entry has 0 c = NaN there, and all
+examples are treated as if they had it:
 
     sum_i w_i phi(g_i)[k] = n phi(0 c).
 
-A squared norm is the sum of the squares of an example's rows that arrive in the gradient; for inner
-products of two examples' gradients the rows of one are laid out in a table, where those of the others
-are looked up.
+A squared norm is the sum of the squares of those rows of an example that arrive in the gradient. For the
+inner products of two examples' gradients the rows of one are laid out in a table, in which the rows of
+the other are looked up.
 """
 
 from __future__ import annotations
@@ -39,16 +41,19 @@ from pergrad._statistics import PLAIN_MEAN, LeafStatistic, Quantity, WeightedSum
 from pergrad._strategies.base import Job, Strategy
 from pergrad._strategies.work import Work
 
-GIVEN = (Quantity.SUM, Quantity.CENTRED, Quantity.SQUARED_NORMS, Quantity.PAIRS)
+# The quantities that rows are enough for.
+OF_ROWS = (Quantity.SUM, Quantity.CENTRED, Quantity.SQUARED_NORMS, Quantity.PAIRS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Strategy):
+    """The strategy that computes statistics of lookups from the rows that were looked up."""
+
     name = "sparse"
     feeds_all = True
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
-        if statistic.quantity not in GIVEN:
+        if statistic.quantity not in OF_ROWS:
             return "needs the whole gradient"
         if not tail.terms or not all(term.is_lookup for term in tail.terms):
             return "not lookups alone"
@@ -67,7 +72,7 @@ class Sparse(Strategy):
         return 2 * statistics * work.size * work.factor_numbers
 
     def temporary_bytes(self, work: Work) -> float:
-        """The rows that all examples looked up, and what each accumulator takes in of them."""
+        """The bytes of the rows that all examples looked up, once more for each accumulator."""
         lookups = [term for term in work.tail.terms if isinstance(term, Lookup)]
         rows = sum(t.contributions * counts.nbytes(t.out) / t.table for t in lookups)
         return work.size * rows * (1 + work.accumulators)
@@ -86,7 +91,7 @@ class Sparse(Strategy):
 
 
 def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | None:
-    """Why the gradient at `place` is more than rows whose entries are selected and scaled."""
+    """Why the gradient at `place` is not made of rows with selected and scaled entries, or None."""
     ways = ways_to(tail, place)
     if not ways:
         return "mixes entries after the lookup"
@@ -110,7 +115,7 @@ def _lookup_of(way: Way) -> Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class _LookedUp:
-    """What all examples looked up for the gradient at `place`, for some statistics of it."""
+    """The rows that all examples looked up for the gradient at `place`, for the statistics of `jobs`."""
 
     tail: Tail
     place: int
@@ -119,35 +124,39 @@ class _LookedUp:
 
     @functools.cached_property
     def env(self) -> Any:
+        """The values of the tail's factors and constants."""
         return self.tail.env(self.examples.factors, self.examples.constants)
 
     @functools.cached_property
     def ways(self) -> list[Way]:
+        """The ways from the lookups to the gradient."""
         ways = ways_to(self.tail, self.place)
         assert ways
         return ways
 
     @property
     def table(self) -> Lookup:
-        """One of the lookups, all of which have tables that are alike."""
+        """The first lookup, which stands for all: the tables of all lookups are alike."""
         return _lookup_of(self.ways[0])
 
     @property
     def dtype(self) -> Any:
+        """The dtype that sums are kept in."""
         return accumulation_dtype(aval(self.table.out).dtype)
 
     @property
     def n(self) -> jax.Array:
+        """The sum of all weights."""
         return jnp.asarray(self.examples.total, self.dtype)
 
     @functools.cached_property
     def of_nothing(self) -> jax.Array | None:
-        """0 c, laid out like the gradient."""
+        """The numbers 0 c, laid out like the gradient, or None if no step multiplies by a number."""
         return of_nothing(self.tail, self.place, self.env, self.dtype)
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """The rows as they arrive in the gradient: what does not is 0, whatever it was."""
+        """The rows as they arrive in the gradient. An entry that does not arrive is 0."""
         all_keys, all_values = [], []
         for way in self.ways:
             lookup = _lookup_of(way)
@@ -163,7 +172,7 @@ class _LookedUp:
 
     @functools.cached_property
     def sums(self) -> dict[WeightedSum, jax.Array]:
-        """The sums over rows of w_i (phi(v_ir) - phi(0)) for all phi that are needed, like the table."""
+        """For all phi that are needed, the sums over rows of w_i (phi(v_ir) - phi(0)), as tables."""
         statistics = [job.statistic for job in self.jobs]
         means = dict.fromkeys(s for s in statistics if isinstance(s, WeightedSum))
         if any(s.quantity is Quantity.CENTRED for s in statistics):
@@ -174,11 +183,14 @@ class _LookedUp:
         return dict(zip(means, tables, strict=True))
 
     def moved(self, x: jax.Array) -> jax.Array:
-        """What is like the table, laid out like the gradient, with 0 where no entry comes in."""
+        """The array `x`, which is laid out like the table, laid out like the gradient.
+
+        Entries of the gradient that no entry of the table goes to are 0.
+        """
         return self.ways[0].moved(self.env, x)
 
     def quantity(self, statistic: LeafStatistic) -> Any:
-        """The quantity that a statistic is made of."""
+        """The quantity that a statistic is computed from."""
         if isinstance(statistic, WeightedSum):
             return self._sum(statistic)
         match statistic.quantity:
@@ -202,7 +214,7 @@ class _LookedUp:
         return self.n, self.moved(mean) + z, self.moved(m2) + z
 
     def _square_of_nothing(self) -> jax.Array | int:
-        """The square of the norm of 0 c."""
+        """The squared norm of 0 c."""
         return 0 if self.of_nothing is None else jnp.sum(jnp.square(self.of_nothing))
 
 
@@ -226,14 +238,14 @@ def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: 
     apart = first * jnp.square(rows.values - lookup.at(mean, rows.keys))
     columns = [weigh(apart, w), weigh(first, w), weigh(first, is_there)]
     m2, t, touching = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
-    # A row that all touch has t = n, which rounding would miss: a whole number tells.
+    # For a row that all examples look up, t = n. Rounding could hide that, so the examples are counted.
     all_touch = touching == total(is_there, rows.first.shape[0])
     return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)
 
 
 def _is_finite_at_zero(mean: WeightedSum) -> bool:
     if mean.degree is not None:
-        return True  # 0, for every function that is known to be factorable
+        return True  # phi(0) is 0 for every phi that is known to be factorable
     try:
         with jax.ensure_compile_time_eval():
             return bool(jnp.isfinite(mean.apply(jnp.zeros((), jnp.float32))))

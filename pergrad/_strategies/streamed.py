@@ -1,12 +1,12 @@
-"""Examples one after the other: form a gradient, feed every statistic of the parameter, forget it.
+"""A loop over examples: form a gradient, feed it to every statistic of the parameter, and forget it.
 
-All matrix products together are those of the mean gradient, which is one more statistic of the same
-pass. What is needed on top is one gradient's memory and, for every statistic, its state's.
+The matrix products of all rounds add up to those of the mean gradient, which is one more statistic of
+the same pass. The loop needs memory for one gradient, and for the state of every statistic.
 
-Several examples may go through one step of the loop (`at_a_time`). On accelerators their gradients are
-formed by one batched product (`batched`). On the CPU that takes up to 20 times as long as single
-products, which therefore stay single; but the states are read and written once for all of them, which
-pays where products are short.
+Several examples may go through one round of the loop (`at_a_time`). On accelerators one batched product
+forms their gradients (`batched`). On the CPU a batched product takes up to 20 times as long as single
+products, so each example has a product of its own. The states are still read and written only once a
+round, which pays if the products are short.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from pergrad._statistics import Accumulator, LeafStatistic, Reading, State
 from pergrad._strategies.base import Job, Strategy, reason_to_form
 from pergrad._strategies.work import Work
 
-# On the CPU as many examples share one pass over the states where that pass takes more than this part of
-# the time of their products. With more at a time, the program of the loop grows and nothing else
-# changes.
+# On the CPU, TOGETHER examples share one pass over the states if such a pass takes more than the part
+# WORTH_SHARING of the time of an example's products. With more examples at a time the program of the
+# loop becomes larger, but not faster.
 TOGETHER, WORTH_SHARING = 4, 0.4
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed(Strategy):
+    """The strategy that forms gradients in a loop, `at_a_time` of them in each round.
+
+    `batched` says whether one batched product forms the gradients of a round.
+    """
+
     name = "streamed"
     forms_gradients = True
     feeds_all = True
@@ -48,14 +53,14 @@ class Streamed(Strategy):
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # B (F_t + F_s) / product rate + B g (1 + 2 s) / memory rate + B loop steps
+        # B (F_t + F_s) / product rate + B g (1 + 2 s) / memory rate + B rounds
         g, s = work.gradient, work.accumulators
         passes = work.moving(work.size * g * (1 + 2 * s), at_once=g * (1 + s))
         formed = work.forming_operations / work.device.product_rate
         return formed + passes + work.size * work.device.loop_step
 
     def operations(self, work: Work, statistics: int) -> float:
-        # About two for every number that feeds a statistic.
+        # A statistic takes about two operations for every number of a gradient.
         return work.forming_operations + 2 * work.size * statistics * work.numbers
 
     def temporary_bytes(self, work: Work) -> float:
@@ -74,7 +79,8 @@ class Streamed(Strategy):
         return Streamed(max(1, min(at_a_time, work.size)), batched=work.device.stream_size > 0)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        # Without axes of length 1: XLA copies what goes into a loop if it had put them elsewhere.
+        # The factors enter the loop without their axes of length 1. XLA might have placed these axes
+        # elsewhere in the layout than the loop expects, and would then copy the factors.
         factors, own_weights = examples.along
         shapes = [x.shape[1:] for x in factors]
         xs = [x.reshape(len(x), *(n for n in x.shape[1:] if n != 1)) for x in factors], own_weights
@@ -126,11 +132,11 @@ class Streamed(Strategy):
 
 
 def _liked_at_a_time(work: Work) -> int:
-    """How many examples should go through one round of the stream.
+    """How many examples should go through one round of the loop.
 
-    An accelerator takes as many as its memory allows for one batched product. On the CPU products stay
-    single, and a few examples share one pass over the states where passes are what takes the time. The
-    patches of a convolution always take longer than these passes.
+    An accelerator takes as many examples as its memory allows for one batched product. On the CPU each
+    example has a product of its own, and a few examples share one pass over the states if these passes
+    take a large part of the time. They never do for a convolution, whose patches take longer.
     """
     device = work.device
     if device.stream_size:

@@ -1,10 +1,10 @@
-"""The mean gradient alone, as `jax.grad` computes it, and weighted sums in general.
+"""The mean gradient, or another weighted sum of gradients, as `jax.grad` computes it.
 
-The steps of a tail commute with sums over the examples, so the sum is taken of the terms, where it is
-one product over examples and positions at once. Where the gradient is the same for all examples, one
-of them with the weight of all says everything.
+The steps of a tail are linear, so they commute with the sum over examples. The terms are summed before
+the steps run, and a product is then one product over examples and positions at once. If the gradient is
+the same for all examples, an accumulator takes it in once, with the weight of all examples together.
 
-Inner products with a direction v have the same price, since they are the derivative of the sum:
+Inner products with a direction v have the same price, because they are derivatives of the sum:
 
     <g_i, v> = d/dw_i <sum_i w_i g_i, v>.
 """
@@ -27,6 +27,8 @@ from pergrad._strategies.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Summed(Strategy):
+    """The strategy that sums the terms over all examples before the steps run."""
+
     name = "summed"
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
@@ -40,7 +42,7 @@ class Summed(Strategy):
         return next((term.why_no_derivative for term in tail.terms if term.why_no_derivative), None)
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # (B F_t + F_s) / product rate + (f + g) / memory rate; a sum that is a convolution has its own.
+        # (B F_t + F_s) / product rate + (f + g) / memory rate. Convolutions have a rate of their own.
         rate = work.device.convolution_rate if work.convolves else work.device.product_rate
         return work.summing_operations / rate + work.moving(work.factors + work.gradient)
 

@@ -1,8 +1,8 @@
-"""What there is to do for a strategy, in the quantities that its price is made of.
+"""The amounts of work that the price of a strategy is made of.
 
-With B examples, F_t operations for one example's terms, F_s for the steps after them, g bytes for one
-example's gradient, f bytes of factors for all examples, and s accumulators to feed: the formulas stand
-in the strategies, beside what they price.
+There are B examples. One example's terms take F_t operations, and the steps after them F_s. One
+example's gradient takes g bytes, and the factors of all examples take f bytes. There are s accumulators
+to feed. Each strategy has its own price formula in these symbols.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pergrad._ir import Backend, accumulation_dtype, counts
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A tail is to be reduced over `size` units on a kind of device.
+    """The work of reducing the tail of `units` over `size` of these units on a kind of device.
 
     `accumulators` is the number of accumulators that one pass over the gradients would feed.
     """
@@ -29,61 +29,62 @@ class Work:
 
     @staticmethod
     def of(units: Units, examples: int, accumulators: int, device: Backend) -> Work:
-        """The work for as many units as so many examples have."""
+        """The work for all units of `examples` examples."""
         return Work(units, max(1, int(units.per_example * examples)), accumulators, device)
 
     @property
     def tail(self) -> Tail:
+        """The tail that is reduced."""
         return self.units.tail
 
     @functools.cached_property
     def term_operations(self) -> float:
-        """F_t: of one example's terms."""
+        """F_t: the operations of one example's terms."""
         return counts.operations(term.eqn for term in self.tail.terms if term.eqn is not None)
 
     @functools.cached_property
     def step_operations(self) -> float:
-        """F_s: of the steps, for one example or after a sum over all."""
+        """F_s: the operations of the steps, for one example or once after a sum over all examples."""
         return counts.operations(self.tail.steps)
 
     @property
     def summing_operations(self) -> float:
-        """B F_t + F_s: of the mean gradient, summed over examples and positions at once."""
+        """B F_t + F_s: the operations of the mean gradient, as one sum over examples and positions."""
         return self.size * self.term_operations + self.step_operations
 
     @property
     def forming_operations(self) -> float:
-        """B (F_t + F_s): of the gradients of all examples, one by one."""
+        """B (F_t + F_s): the operations of forming the gradients of all examples."""
         return self.size * (self.term_operations + self.step_operations)
 
     @property
     def numbers(self) -> int:
-        """How many numbers one example's gradients have."""
+        """How many numbers one example's gradients consist of."""
         return sum(counts.size(g) for g in self.tail.grads)
 
     @property
     def gradient(self) -> float:
-        """g: bytes of one example's gradients, in the dtype that sums are kept in."""
+        """g: the bytes of one example's gradients, in the dtype that sums are kept in."""
         return sum(counts.size(g) * accumulation_dtype(aval(g).dtype).itemsize for g in self.tail.grads)
 
     @property
     def formed(self) -> float:
-        """Bytes that forming one example's gradients takes."""
+        """The bytes of memory needed to form one example's gradients."""
         return self.gradient + self.tail.bytes_to_form + self.units.bytes_of_making
 
     @property
     def factors(self) -> float:
-        """f: bytes of all examples' factors."""
+        """f: the bytes of all examples' factors."""
         return self.size * sum(counts.nbytes(v) for v in self.tail.factors)
 
     @property
     def factor_numbers(self) -> int:
-        """How many numbers the factors of one example have."""
+        """How many numbers the factors of one example consist of."""
         return sum(counts.size(v) for v in self.tail.factors)
 
     @property
     def convolves(self) -> bool:
-        """Whether a sum over all examples is a convolution."""
+        """Whether the sum of a term over all examples is a convolution."""
         return any(term.convolves for term in self.tail.terms)
 
     @property
@@ -93,19 +94,20 @@ class Work:
 
     @property
     def positions(self) -> int:
-        """T: how many contributions the first term adds up."""
+        """T: the number of contributions that the first term adds up."""
         return self.tail.terms[0].contributions if self.tail.terms else 1
 
     def moving(self, moved: float, at_once: float | None = None) -> float:
-        """Seconds to read and write so many bytes, of which so many are in use at once.
+        """The seconds it takes to read and write `moved` bytes.
 
-        What fits into the cache is read and written at the cache's rate.
+        `at_once` of these bytes, by default all of them, are in use at the same time. If they fit into
+        the cache, they are read and written at the cache's rate.
         """
         fits = (moved if at_once is None else at_once) <= self.device.cache_size
         return moved / (self.device.cache_rate if fits else self.device.memory_rate)
 
     def seconds_of_joining(self) -> float:
-        """Seconds to feed one more statistic where a pass for others runs anyway."""
+        """The seconds it takes to feed one more statistic in a pass that runs for others anyway."""
         if self.looks_up:
             return self.moving(self.factors)
         return self.moving(self.size * self.gradient, at_once=self.gradient * (1 + self.accumulators))
