@@ -36,7 +36,7 @@ mislabelled: $(VENV)/installed ## find wrong labels by the examples' gradients, 
 test: $(VENV)/installed ## run the tests with the JAX that pip brings for this Python
 	$(VENV)/bin/python $(PYTEST)
 
-test-all: $(VENV)/installed ## run all of the long lists of cases too, which takes half as long again
+test-all: $(VENV)/installed ## run all of the long lists of cases too, which takes much longer
 	PERGRAD_TESTS=all $(VENV)/bin/python $(PYTEST)
 
 test-oldest: $(OLDEST)/installed ## run the tests with the oldest supported JAX

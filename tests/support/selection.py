@@ -46,14 +46,19 @@ HOW_MANY = os.environ.get("PERGRAD_TESTS", "some")
 
 # Long lists of parameters. What meets every case and strategy is not among them.
 SHORTENED = {
+    "call/test_check.py": {"test_good_loss"},
+    "cut/test_lookups.py": {"test_whole_gradients"},
+    "library/test_random_programs.py": {"test_random_program"},
     "library/test_cases.py": {"test_low_precision", "test_means_alone"},
     "library/test_cases_whole.py": {"test_whole_gradients_and_units", "test_mixed_precision"},
     "lab/bench/test_bench.py": {"test_every_model_agrees_with_vmap"},
     "cut/test_loops.py": {"test_elementwise_statistics", "test_all_that_can_leaves"},
     "strategies/test_precision.py": {
         "test_variance_is_accurate_when_the_mean_is_large",
+        "test_variance_with_weights_is_accurate_when_the_mean_is_large",
         "test_equal_examples_have_no_variance",
         "test_long_sums_do_not_stagnate",
+        "test_squares_of_small_half_precision_gradients_do_not_vanish",
         "test_mixed_precision",
         "test_weights_are_counts",
         "test_example_of_weight_zero_may_be_anything",
