@@ -153,7 +153,9 @@ def _choose_for(
     for strategy in dict.fromkeys(s for s, _ in chosen.values()):
         own = tuple(statistic for statistic, (s, _) in chosen.items() if s == strategy)
         reason = "; ".join(dict.fromkeys(why for s, why in chosen.values() if s == strategy))
-        yield Choice(strategy, own, reason, work, strategy.seconds(work, own[0]))
+        accumulators = sum(statistic.accumulates for statistic in own)
+        own_work = dataclasses.replace(work, accumulators=accumulators)
+        yield Choice(strategy, own, reason, own_work, strategy.seconds(own_work, own[0]))
 
 
 def _is_asked_for(strategy: Strategy, forced: Forced) -> bool:
