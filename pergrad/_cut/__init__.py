@@ -1,10 +1,10 @@
-"""Step 2: the gradient program becomes a backbone and tails.
+"""Stage 2: the gradient program becomes a backbone and tails.
 
 In reading order: `terms/` (the sums that tails begin with), `steps` (the linear equations after them),
 `tail` (what a tail is), `find` (where tails begin), `hoist/` (sums leave loops and branches), `cut` (the
-program in two), `examples` (what a tail is reduced over), `units` (groups and single contributions in
-the place of examples), `ways` (where steps bring the entries of a term), `factor_pairs` (inputs and
-residuals laid out like the parameter).
+program is divided into backbone and tails), `examples` (what a tail is reduced over), `units` (groups
+and single contributions in the place of examples), `ways` (where steps bring the entries of a term),
+`factor_pairs` (inputs and residuals laid out like the parameter).
 """
 
 from pergrad._cut.cut import Cut as Cut

@@ -1,9 +1,9 @@
 """Stage 2: the gradient program is cut into a backbone and tails.
 
-`find` says where the tails begin. Layers that are run by a loop have their tails inside of it: where the
-gradient of a stack of layers leaves a loop as an output, and all statistics of it take it in layer by
-layer, the loop's body is cut like a program of its own. Its tails are reduced in every round, and
-statistics leave the loop, not gradients.
+`find` says where the tails begin. Layers that a loop runs have their tails inside the loop. If the
+gradient of a stack of layers leaves a loop as an output, and all statistics of this gradient take it in
+layer by layer, the body of the loop is cut like a program of its own. Its tails are reduced in every
+round, and statistics leave the loop, not gradients.
 
 This file names no primitive.
 """
@@ -23,7 +23,11 @@ from pergrad._trace import Program
 
 @dataclasses.dataclass(frozen=True)
 class CutLoop:
-    """A loop with tails in its body: these take the place of the loop's results `taken`."""
+    """A loop with tails in its body.
+
+    `taken` are the numbers of the loop's results that are gradients. The loop does not make them any
+    more, since the tails are reduced in every round. `body` is the loop's body, cut.
+    """
 
     loop: Loop
     taken: frozenset[int]
@@ -32,10 +36,10 @@ class CutLoop:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A program, or the body of a loop in it, in two: the `backbone`, then every tail is reduced.
+    """A program, or the body of a loop in it, after the cut: the `backbone` runs, then come the `tails`.
 
-    An equation of the backbone that is a loop with tails inside stands there as a `CutLoop`. `varies`
-    has the variables that depend on the example.
+    A loop with tails in its body stands in the backbone as a `CutLoop`, all other equations stand there
+    as they are. `varies` has the variables that depend on the example.
     """
 
     backbone: tuple[JaxprEqn | CutLoop, ...]
@@ -48,7 +52,7 @@ class Part:
         return [x for x in self.backbone if isinstance(x, CutLoop)]
 
     def all_tails(self) -> Iterator[Tail]:
-        """The tails in here and in all loops."""
+        """The tails of this part, and those in its loops and the loops inside of these."""
         yield from self.tails
         for cut_loop in self.loops:
             yield from cut_loop.body.all_tails()
@@ -56,19 +60,23 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Part):
-    """The whole program, cut."""
+    """The whole gradient program `program`, after the cut."""
 
     program: Program
 
 
 def make_cut(program: Program, wanted: Wanted) -> Cut:
-    """Cuts the gradient program of one example."""
+    """Cuts the gradient program of one example; `wanted` says what the cut depends on."""
     part = _cut(Walk.through(program, wanted), range(len(program.grads)), (), itertools.count())
     return Cut(part.backbone, part.tails, part.varies, program)
 
 
 def _cut(walk: Walk, params: Sequence[int], levels: tuple[Level, ...], numbers: Iterator[int]) -> Part:
-    """The part that `walk` went through. Its gradients are those of `params`; tails are numbered."""
+    """Cuts the program that `walk` went through.
+
+    `params` has the index of the parameter for each gradient of this program, `levels` has the loops
+    that the program is the body of, and `numbers` gives the tails their numbers.
+    """
     in_loops = {o.place for opened in walk.opened.values() for o in opened}
     places = [i for i in range(len(walk.grads)) if i not in in_loops]
     tails = [

@@ -1,4 +1,4 @@
-"""What a tail is reduced over: examples, or units in their place."""
+"""The examples, or other units in their place, that a tail is reduced over."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from pergrad._ir import Weights, total
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """What a tail is reduced over: `size` examples.
+    """The `size` examples that a tail is reduced over.
 
-    Their shares of the whole batch are `weights`, [size] or one for all. The tail's factors are
-    [size, ...], its constants are as they are. Inner products of pairs are wanted for those that are
-    `here`, the first and how many, with all; None: for all of them.
+    `weights` are their shares of the whole batch: an array [size], or one number if all are equal.
+    `factors` are the values of the tail's factors, each [size, ...], and `constants` those of the tail's
+    constants, without an axis of examples.
+
+    `here` matters for inner products of pairs. It has the place of the first example of this device
+    and the number of its examples; inner products are wanted of these examples with all `size`
+    examples. None means that all examples are this device's.
     """
 
     size: int
@@ -27,15 +31,15 @@ class Examples:
     here: tuple[Any, int] | None = None
 
     def those_here(self, x: jax.Array) -> jax.Array:
-        """Of an array [size, ...] the part of the examples that are here."""
+        """The rows of an array [size, ...] that belong to this device's examples."""
         return x if self.here is None else lax.dynamic_slice_in_dim(x, *self.here)
 
     @property
     def along(self) -> tuple[list[jax.Array], jax.Array | None]:
-        """What has an axis of examples: the factors, and the weights unless there is one for all."""
+        """The arrays with an axis of examples: the factors, and the weights (None if one number)."""
         return self.factors, self.weights if isinstance(self.weights, jax.Array) else None
 
     @property
     def total(self) -> jax.Array | float:
-        """The share of these examples of the whole batch; less than 1 for a microbatch."""
+        """The sum of the weights: 1 if these are all examples of the batch, else less."""
         return total(self.weights, self.size)

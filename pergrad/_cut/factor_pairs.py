@@ -1,13 +1,14 @@
 """The saved inputs and residuals of a layer, laid out like its parameter.
 
-A gradient that is a sum of products, moved and times a number c, is
+A gradient that is a sum of products, whose entries are then moved and multiplied by a number c, is
 
     g = c sum_n x_n d_n^T,
 
-with x_n from the forward pass and d_n from the backward pass: the one that depends on the cotangent of
-the loss is the residual. The steps after the product say where an axis of x or d comes to lie in the
-parameter. It may be cut on the way (into heads) and put together again, so every axis is followed as a
-list of pieces, which a reshape deals out anew.
+with inputs x_n from the forward pass and residuals d_n from the backward pass. Of the two factors, the
+residual is the one that depends on the cotangent of the loss. The steps after the product decide which
+axis of the parameter an axis of x or d becomes. A reshape may split an axis (into heads, say), and
+another may join the pieces again. So every axis is followed as a list of pieces, and a reshape deals all
+pieces out to the new axes.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class FactorPair:
 
 
 def factor_pair(tail: Tail, late: Collection[Var], examples: Examples) -> FactorPair | None:
-    """The pair of a tail for these examples; None if its gradient is no sum of products.
+    """The inputs and residuals of these examples, from which a tail makes its gradient.
 
+    None if the gradient of the tail is not a sum of products, moved and multiplied by one number.
     `late` are the variables that depend on the cotangent of the loss.
     """
     size = examples.size
@@ -90,17 +92,19 @@ def factor_pair(tail: Tail, late: Collection[Var], examples: Examples) -> Factor
 
 
 class _Piece:
-    """A piece of an axis, which may be cut into smaller ones."""
+    """A piece of an axis, which may be cut into smaller pieces."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.parts: list[_Piece] = []
 
     def cut(self, first: int) -> list[_Piece]:
+        """Cuts the piece in two, as a reshape from [size] to [first, size // first] does."""
         self.parts = [_Piece(first), _Piece(self.size // first)]
         return self.parts
 
     def leaves(self) -> Iterator[_Piece]:
+        """The smallest pieces that this one was cut into, in order; itself if it was not cut."""
         if not self.parts:
             yield self
         for part in self.parts:
@@ -111,7 +115,10 @@ Axes = list[list[_Piece]]
 
 
 def _follow(tail: Tail, axes: Axes) -> Axes | None:
-    """The axes after the steps of a tail, or None if a step does something else to them."""
+    """The pieces that each axis of a tail's gradient consists of, from those of the term's axes.
+
+    None if a step does anything but transpose axes, reshape, or keep the shape.
+    """
     for step in tail.steps:
         shape = aval(step.outvars[0]).shape
         match step.primitive:
@@ -130,7 +137,10 @@ def _follow(tail: Tail, axes: Axes) -> Axes | None:
 
 
 def _deal(pieces: list[_Piece], shape: Sequence[int]) -> Axes | None:
-    """Deals pieces out to axes of these sizes, in order."""
+    """Deals pieces out, in order, to axes of these sizes, and cuts pieces where an axis ends.
+
+    None if an axis ends within a piece that cannot be cut there.
+    """
     ahead = [leaf for piece in pieces for leaf in piece.leaves()]
     axes: Axes = []
     for size in shape:
@@ -155,9 +165,12 @@ def _deal(pieces: list[_Piece], shape: Sequence[int]) -> Axes | None:
 def _lay_out(
     x: jax.Array, own: Sequence[_Piece], axes: Axes, takes_others: bool, size: int
 ) -> tuple[jax.Array, tuple[AxisName, ...]] | None:
-    """A factor [B N, ...] with pieces `own`, as [B, N, ...] with the axes of the parameter that it has.
+    """A factor [B N, ...] as an array [B, N, ...] whose further axes are axes of the parameter.
 
-    `takes_others` says whether it has those of length 1 that come from nowhere.
+    `own` are the pieces of the factor's axes and `axes` those of the parameter's. An axis of length 1 of
+    the parameter may consist of no piece; `takes_others` says whether this factor gets such axes. The
+    result is the array and the names of its axes. It is None if an axis of the parameter has pieces of
+    both factors, or if an axis of the factor is not in the parameter.
     """
     ids = {id(leaf) for piece in own for leaf in piece.leaves()}
     has = [[id(leaf) in ids for leaf in axis] or [takes_others] for axis in axes]
@@ -177,5 +190,5 @@ def _lay_out(
 
 
 def depends_on_cotangent(program: Program) -> set[Var]:
-    """The variables of the backward pass."""
+    """The variables of the backward pass: those that depend on the cotangent of the loss."""
     return dependents(program.jaxpr.eqns, {program.cotangent}, inside=True)

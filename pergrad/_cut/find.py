@@ -1,17 +1,17 @@
-"""The way back from the gradients: which equations make up their tails.
+"""The walk back from the gradients, which finds the equations of their tails.
 
-Walking back from the gradients, an equation belongs to a tail if nothing but tails needs its result
-and it is either a *term* (a sum over positions of something that varies) or a linear *step*. A term
-ends the walk. A step need not be taken: what lies before it may be larger than its result (the
-positions before their sum), and then the tail begins after it. So each variable on the way is given a
-size to carry, per example,
+An equation belongs to a tail if nothing but tails needs its result and it is either a *term* (a sum over
+positions of something that varies) or a linear *step*. A term ends the walk. A step may be left in the
+backbone: its operands may be larger than its result (the positions before their sum), and then the tail
+begins after it. So each variable on the way has a size that must be carried per example,
 
-    carry(term) = 0                   its factors are in the backbone anyway
-    carry(step) = min(size of its result, sum of carry over its operands that vary)
-    carry(any other) = size
+    carry(result of a term) = 0       the term's factors are in the backbone anyway
+    carry(result of a step) = min(size of the result, sum of carry over its operands that vary)
+    carry(any other variable) = its size
 
-and the tail begins where the minimum is taken. What no rule knows is such an "other": it stays in the
-backbone, formed for every example, and the answer is the same.
+and the tail begins where the minimum is taken. If no rule knows an equation, its result is such an
+"other" variable: it stays in the backbone, where it is formed for every example, and the answer is the
+same.
 
 This file names no primitive: `terms` says what is a term, `steps` what is a step.
 """
@@ -44,10 +44,11 @@ from pergrad._trace import Program
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is wanted of the gradients, as far as it decides where they are cut.
+    """What is asked of the gradients, as far as the cut depends on it.
 
-    `in_parts` are the places of those that all statistics take in by parts; `split` says whether the
-    single contributions to sums are asked for, `together` whether several examples run at a time.
+    `in_parts` are the places of the gradients that all their statistics take in by parts. `split` says
+    whether the single contributions to sums are asked for, and `together` whether several examples run
+    at a time.
     """
 
     in_parts: tuple[int, ...]
@@ -57,9 +58,10 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A gradient that leaves a loop as an output, and is only moved after that.
+    """A gradient that leaves a loop as an output, and whose entries are only moved after the loop.
 
-    `place` is the gradient's, `result` that of the loop's result `v`, from which `moves` lead to it.
+    `place` is the place of the gradient among all gradients. `v` is the variable that leaves the loop
+    and `result` its place among the loop's results. The equations `moves` make the gradient from `v`.
     """
 
     place: int
@@ -69,13 +71,15 @@ class Opened:
 
 
 class Walk:
-    """One pass forward to see what varies, one back to find what only tails need, one forward for
-    the sizes.
+    """A walk through a program that finds the terms and the steps of its tails.
 
-    `inputs` are the inputs that vary from example to example, `grads` the gradients, `others` the other
-    results. The gradients whose places are in `in_parts` are wanted only for statistics that take them
-    in by parts. `split` says whether the single contributions to sums are asked for, `hoisted` whether
-    terms have left the loops. Equations are known by their place in the list.
+    A pass forward finds the variables that vary from example to example, a pass backward the equations
+    that only tails need, and another pass forward the sizes to carry, which decide where tails begin.
+
+    `inputs` are the inputs that vary from example to example, `grads` are the gradients and `others` the
+    other results of the program. The gradients at the places `in_parts` are asked for only by statistics
+    that take them in by parts. `split` says whether the single contributions to sums are asked for, and
+    `hoisted` whether terms have left the loops already. Equations are named by their place in `eqns`.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class Walk:
         self.place_of = {v: place for place, eqn in enumerate(eqns) for v in eqn.outvars}
         self.terms: dict[Var, Term] = {}
         self.steps: set[int] = set()
-        self.leaving: dict[int, list[int]] = {}  # for each equation: which results only tails need
+        self.leaving: dict[int, list[int]] = {}  # the results of each equation that only tails need
         self._find_tails()
         if split:
             self._split_sums = self._sums_of_no_term(hoisted)
@@ -106,7 +110,7 @@ class Walk:
 
     @staticmethod
     def through(program: Program, wanted: Wanted, hoisted: bool = True) -> Walk:
-        """Through a whole program."""
+        """A walk through a whole gradient program."""
         others = [program.value, *program.aux]
         eqns, inputs, grads = program.jaxpr.eqns, program.example, program.grads
         return Walk(eqns, inputs, grads, others, wanted.in_parts, wanted.split, hoisted)
@@ -121,12 +125,13 @@ class Walk:
         split: bool,
         hoisted: bool = True,
     ) -> Walk:
-        """Through the body of a loop or a branch, whose results `leaving` are the gradients."""
+        """A walk through the body of a loop, or a branch. Its results number `leaving` are gradients."""
         grads = [jaxpr.outvars[k] for k in leaving]
         others = [v for k, v in enumerate(jaxpr.outvars) if k not in leaving]
         return Walk(jaxpr.eqns, inputs, grads, others, in_parts, split, hoisted)
 
     def varying_operands(self, eqn: JaxprEqn) -> list[int]:
+        """The places of the operands of an equation that vary from example to example."""
         return [i for i, v in enumerate(eqn.invars) if is_in(v, self.varies)]
 
     def _find_tails(self) -> None:
@@ -141,7 +146,7 @@ class Walk:
             in_tail = leaving and not any(v in wanted_by_backbone for v in eqn.outvars)
             operands = self.varying_operands(eqn)
             if in_tail and eqn.primitive in ONE_TO_ONE and len(eqn.invars) > 1:
-                # `hoist` makes it one barrier for each gradient.
+                # A barrier on several gradients. `hoist` turns it into one barrier for each gradient.
                 pairs = zip(eqn.invars, eqn.outvars, strict=True)
                 wanted_by_tails |= variables(v for v, out in pairs if out in wanted_by_tails)
             elif in_tail and self._is_term(place, operands):
@@ -165,9 +170,10 @@ class Walk:
         return step is not None and step.is_linear(eqn, operands)
 
     def _sums_of_no_term(self, hoisted: bool) -> set[int]:
-        """The steps that are plain sums of something that was not made by a term.
+        """The places of the steps that are plain sums of something that is not made by a term.
 
-        Before terms have left the loops, a loop or a branch may still turn out to hold the term.
+        If terms have not left the loops yet, the results of a loop or a conditional count as made by a
+        term, because there may be one inside.
         """
         made: set[Var] = set(self.terms)
         found: set[int] = set()
@@ -193,7 +199,10 @@ class Walk:
             carry.update(dict.fromkeys(eqn.outvars, min(result, through)))
 
     def _open_loops(self, in_parts: Collection[int]) -> dict[int, list[Opened]]:
-        """For each loop the gradients that leave it as outputs and are only moved after that."""
+        """For the place of each loop, the gradients that leave it as outputs and are only moved then.
+
+        Only the gradients at the places `in_parts` are looked at.
+        """
         readers = readers_of(self.eqns)
         results = [v for v in (*self.grads, *self.others) if not isinstance(v, Literal)]
         uses = Counter({v: len(own) for v, own in readers.items()}) + Counter(results)
@@ -216,7 +225,7 @@ class Walk:
         return opened
 
     def _is_rearrangement(self, eqn: JaxprEqn) -> bool:
-        """A move that neither drops nor repeats entries."""
+        """Whether an equation is a move that neither drops nor repeats entries."""
         return self._is_move(eqn) and size(eqn.invars[0]) == size(eqn.outvars[0])
 
     def _is_move(self, eqn: JaxprEqn) -> bool:
@@ -227,12 +236,16 @@ class Walk:
     def tails(
         self, places: Sequence[int], params: Sequence[int], levels: tuple[Level, ...] = ()
     ) -> list[Tail]:
-        """The tails of the gradients at these places, those of the parameters `params[place]`."""
+        """The tails of the gradients at these places.
+
+        `params[place]` is the index of the parameter of the gradient at `place`. `levels` are the loops
+        that the program stands in.
+        """
         groups = _connected({place: self._collect(self.grads[place]) for place in places})
         return [self._tail(own, steps, params, levels) for own, steps in groups]
 
     def _collect(self, grad: Atom) -> set[int]:
-        """The steps between `grad` and its terms, by their place in the program."""
+        """The places of the steps between `grad` and its terms."""
         found: set[int] = set()
         ahead = [grad]
         while ahead:
@@ -278,7 +291,10 @@ class Walk:
         )
 
     def _origin(self, v: Var) -> str:
-        """What made the entries of `v` before they were moved, and the user's line, or one before it."""
+        """A phrase that names the primitive that made the entries of `v` and the user's line.
+
+        Moves are passed over. If no line is known for the equation, the line of one before it is named.
+        """
         eqn = self.made_by.get(v)
         while eqn is not None and self._is_move(eqn) and (before := self._before(eqn)) is not None:
             eqn = before
@@ -291,13 +307,17 @@ class Walk:
         return f"made by {eqn.primitive} {'at' if near is eqn else 'after'} {line}"
 
     def _before(self, eqn: JaxprEqn) -> JaxprEqn | None:
-        """The equation that made the first operand that varies."""
+        """The equation that makes the first operand of `eqn` that varies, or None."""
         operands = [v for v in distinct(eqn.invars) if v in self.varies]
         return self.made_by.get(operands[0]) if operands else None
 
 
 def _connected(steps: dict[int, set[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Groups the gradients that share steps: (their places, their steps in order)."""
+    """Groups the gradients that share steps.
+
+    `steps` has the places of the steps for the place of each gradient. For each group the result has the
+    places of its gradients and those of all their steps, in order.
+    """
     groups: list[tuple[list[int], set[int]]] = []
     for place, own in steps.items():
         shared = [g for g in groups if g[1] & own]

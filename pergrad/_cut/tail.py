@@ -3,8 +3,8 @@
     factors --(terms: products, scatters, sums)--> --(linear steps)--> gradients
 
 A tail belongs to one parameter, or to several whose gradients share equations (`A` and `B` of a
-low-rank `A @ B`). Evaluated as it stands it gives one example's gradients; the strategies reduce it
-over many examples without doing that for all of them at once.
+low-rank `A @ B`). If a tail is evaluated as it stands, it gives one example's gradients. The strategies
+reduce it over many examples without holding the gradients of all of them at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from pergrad._ir import Env, Weights, distinct, evaluate, evaluate_wide, nbytes,
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A loop around a tail: its length, and for each parameter the way from the loop to its gradient.
+    """A loop around a tail.
 
-    The way is the variable that leaves the loop, the equations that move its entries, and the gradient.
+    `length` is the number of its rounds. `ways` has, for each parameter of the tail, the way from the
+    loop to the gradient: the variable that leaves the loop, the equations that move its entries, and the
+    gradient.
     """
 
     length: int
@@ -36,13 +38,15 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class Tail:
-    """One end of the program.
+    """The end of a gradient program, from the factors of its terms to the gradients.
 
-    `params` are the indices of its parameters and `grads` their gradients. `factors` are the inputs
-    that differ from example to example, `constants` those that do not. Without factors the gradient
-    is the same for every example. `adds` says whether the steps add something that is. `levels` are the
-    loops that the tail stands in, the innermost first. `number` tells the tails of a cut apart.
-    `units` keeps what `units` has made of the tail, by what one unit is.
+    `params` are the indices of its parameters and `grads` are their gradients, in the same order. The
+    `terms` come first and the linear `steps` follow, in the order in which they run. `factors` are the
+    inputs of the tail that differ from example to example, and `constants` are the inputs that do not.
+    If there are no factors, the gradient is the same for every example. `adds` says whether a step adds
+    something that is the same for every example. `levels` are the loops that the tail stands in, the
+    innermost first. `number` tells the tails of a cut apart. `units` is a cache of the units that the
+    file `units` has made of this tail, by what one unit is.
     """
 
     params: tuple[int, ...]
@@ -68,7 +72,7 @@ class Tail:
         return jax.linear_transpose(lambda x: self.outward(param, x), x)(v)[0]
 
     def outward(self, param: int, x: jax.Array) -> jax.Array:
-        """Entries that are [*lengths, ...] like a gradient in here, as they lie in the parameter."""
+        """An array [*lengths, ...], a gradient of this tail for all rounds, laid out like `param`."""
         dtype = x.dtype
         for depth, level in enumerate(self.levels):
             start, moves, end = level.ways[param]
@@ -84,7 +88,7 @@ class Tail:
         return x.astype(dtype)
 
     def terms_of(self, place: int) -> list[Term]:
-        """The terms that the gradient at this place is made of."""
+        """The terms that the gradient at `place` (in `grads`) is made of."""
         needed = set(distinct([self.grads[place]]))
         for step in reversed(self.steps):
             if needed & set(step.outvars):
@@ -92,23 +96,29 @@ class Tail:
         return [term for term in self.terms if term.out in needed]
 
     def steps_that(self, family: str) -> list[JaxprEqn]:
-        """The steps of a family, those that move, scale or mix entries."""
+        """The steps of one family: "move", "scale" or "mix"."""
         return [step for step in self.steps if STEPS[step.primitive].family == family]
 
     def operand(self, step: JaxprEqn) -> Var:
-        """The operand of a move or a scale that comes from the terms."""
+        """The operand of a move or a scale that depends on the terms."""
         on_the_way = {v for s in self.steps for v in s.outvars} | {term.out for term in self.terms}
         return next(v for v in distinct(step.invars) if v in on_the_way)
 
     def number_of(self, step: JaxprEqn, env: Env, dtype: Any) -> jax.Array:
-        """The number that a scaling step multiplies by, or as many as there are entries."""
+        """What a scaling step multiplies by: one number, or an array with a number for each entry.
+
+        `env` has the values of the constants.
+        """
         operand, number = self.operand(step), STEPS[step.primitive].number
         assert number is not None
         others = [read(env, v) for v in step.invars if v is not operand]
         return jnp.asarray(number(jnp.asarray(others[0], dtype) if others else None), dtype)
 
     def why_not_similar(self) -> str | None:
-        """Why a gradient is not its one term, moved and times one number; None if it is."""
+        """Why the gradient is not a single term, with its entries moved and multiplied by one number.
+
+        None if the gradient is that.
+        """
         if len(self.terms) != 1 or len(self.grads) != 1:
             return "not a single term"
         for step in self.steps:
@@ -127,14 +137,17 @@ class Tail:
         return "scales entries one by one" if any(size(v) != 1 for v in numbers) else None
 
     def similarity(self, env: Env, dtype: Any) -> jax.Array:
-        """That one number, by which the gradient differs from its moved term."""
+        """The one number by which the steps multiply all entries, if `why_not_one_number` is None."""
         numbers = (self.number_of(step, env, dtype).reshape(()) for step in self.steps_that("scale"))
         return math.prod(numbers, start=jnp.ones((), dtype))
 
     def moved_and_scaled(
         self, env: Env, scaled: Callable[[JaxprEqn, jax.Array], jax.Array]
     ) -> jax.Array:
-        """The one gradient, from the term in `env`; `scaled` does the steps that scale, none mixes."""
+        """The tail's only gradient, from the value that `env` has for its term. No step may be a mix.
+
+        `scaled` gives the result of a scaling step, from the step and the value of its operand.
+        """
         for step in self.steps:
             if STEPS[step.primitive].family == "scale":
                 env[step.outvars[0]] = scaled(step, env[self.operand(step)])
@@ -144,12 +157,15 @@ class Tail:
 
     @property
     def bytes_to_form(self) -> float:
-        """Temporary bytes to form one example's gradients: terms that are mixed, and scratch memory."""
+        """How many temporary bytes it takes to form one example's gradients, beside the gradients.
+
+        These are the scratch memory of the terms and, if a step mixes entries, the terms themselves.
+        """
         mixed = [t for t in self.terms if t.eqn is not None] if self.steps_that("mix") else []
         return sum(t.scratch for t in self.terms) + sum(nbytes(t.out) for t in mixed)
 
     def gradients(self, factors: Sequence[Any], constants: Sequence[Any]) -> list[jax.Array]:
-        """One example's gradients, from its factors and the constants."""
+        """One example's gradients, from the values of its factors and of the constants."""
         env = self.env(factors, constants)
         for term in self.terms:
             term.form(env)
@@ -157,6 +173,7 @@ class Tail:
         return [read(env, g) for g in self.grads]
 
     def env(self, factors: Sequence[Any], constants: Sequence[Any]) -> Env:
+        """The values that the tail starts from."""
         inputs = zip((*self.factors, *self.constants), (*factors, *constants), strict=True)
         return dict(inputs)
 
@@ -169,13 +186,16 @@ class Tail:
 
             sum_i w_i steps(x_i) = A sum_i w_i x_i + c sum_i w_i = steps(sum_i w_i x_i) + (total - 1) c
 
-        with `total` the sum of the weights and c = steps(0). float32 at least.
+        with `total` the sum of the weights and c = steps(0). The sums are kept in float32 at least.
         """
         env = self.env(factors, constants)
         return self.from_sums(env, {term.out: term.sum(env, w) for term in self.terms}, total)
 
     def from_sums(self, env: Env, sums: Env, total: Any) -> list[jax.Array]:
-        """As `summed_gradients`, from the weighted sums of the terms; `env` has the constants."""
+        """As `summed_gradients`, from the weighted sum of each term in `sums`.
+
+        `env` has the values of the constants.
+        """
         grads = self._wide_steps(env | sums)
         if not self.adds:
             return grads

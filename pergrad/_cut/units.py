@@ -1,25 +1,27 @@
 """What one unit is: an example, a group of examples, or a single contribution to a sum over positions.
 
-The strategies know examples alone, each with its own gradient. So for other units a tail becomes one
-whose examples are these units.
+The strategies know only examples, each with its own gradient. So for other units a tail becomes another
+tail, whose examples are these units.
 
-Groups of k: with w_j a member's share of its group, the group's gradient is the weighted sum over k
-examples that every tail can give,
+Groups of k examples: with w_j a member's share of its group, the gradient of the group is a weighted sum
+over k examples,
 
     sum_j w_j g_j,
 
-a program of its own, which is cut like any other: its products have the members as one more axis of
-positions.
+which every tail can compute. This computation is a program of its own, and it is cut like any other. Its
+products have the members as one more axis of positions.
 
-Tokens: a gradient that adds up M contributions in all has M units u_n with mean g. Contribution c_n, to
-one of the terms, goes through the tail's linear steps A with the other terms left out,
+Tokens: a gradient g that adds up M contributions in all has M units u_n, whose mean is g. A contribution
+c_n to one of the terms goes through the tail's steps, which are x -> A x + b, with the other terms left
+out:
 
     u_n = A (M c_n) + b,      sum_n u_n / M = A sum_n c_n + b = g.
 
-Every term has units of its own kind, and a statistic takes in one kind after the other.
+The contributions to each term are a kind of units of their own, and a statistic takes in one kind after
+the other.
 
-Formed gradients: the examples again, but with their gradients in the place of their factors. Who needs
-the gradients more than once forms them once.
+Formed gradients: these units are the examples again, but their gradients take the place of their
+factors. If a gradient is needed several times, it is formed once in this way.
 """
 
 from __future__ import annotations
@@ -58,28 +60,34 @@ from pergrad._trace import inlined
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Units:
-    """One kind of unit: its tail, and how many there are for each example."""
+    """One kind of units: the tail whose examples they are, and how many of them an example has.
+
+    `per_example` is less than 1 for groups of examples.
+    """
 
     tail: Tail
     per_example: float
 
     @property
     def operations_of_making(self) -> float:
-        """Floating-point operations to make those of one example, beside what the tail needs."""
+        """How many floating-point operations it takes to make the units of one example."""
         return 0
 
     @property
     def bytes_of_making(self) -> float:
-        """Temporary bytes to make those of one example, beside these themselves."""
+        """How many temporary bytes it takes to make the units of one example, beside the units."""
         return 0
 
     def of(self, examples: Examples) -> Examples:
-        """The units of these examples."""
+        """The units of these examples, in the form of examples for the tail of the units."""
         return examples
 
 
 def units_of(tail: Tail, per: Per) -> list[Units]:
-    """The kinds of units of a tail, all of which a statistic takes in. They are made once."""
+    """The kinds of units that a tail has for `per`; a statistic takes in all of them.
+
+    They are made once for each tail and kept there.
+    """
     if per not in tail.units:
         tail.units[per] = _make_units(tail, per)
     return tail.units[per]
@@ -95,18 +103,21 @@ def _make_units(tail: Tail, per: Per) -> list[Units]:
 
 
 def units_per_example(tail: Tail, place: int, per: Per) -> float:
-    """How many units, of all kinds, an example counts for in the gradient at this place of the tail."""
+    """How many units, of all kinds together, an example has in the gradient at `place` of the tail."""
     own = [units for units in units_of(tail, per) if tail.params[place] in units.tail.params]
     return sum(units.per_example for units in own) or 1
 
 
 def contributions(tail: Tail, place: int) -> int:
-    """M: how many contributions the gradient at this place adds up."""
+    """M: how many contributions the gradient at `place` of the tail adds up in one example."""
     return sum(term.contributions for term in tail.terms_of(place)) or 1
 
 
 def formed_gradients(tail: Tail) -> Units:
-    """The examples with their gradients in the place of their factors. They are made once."""
+    """The examples as units whose factors are their gradients.
+
+    These units are made once for each tail and kept there.
+    """
     if "formed" not in tail.units:
         variables = distinct(tail.grads)
         terms = tuple(Total.of(v, None, "formed already") for v in variables)
@@ -119,6 +130,8 @@ def formed_gradients(tail: Tail) -> Units:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Formed(Units):
+    """Examples whose gradients have been formed; `whole` is the tail that forms them."""
+
     whole: Tail
 
     @property
@@ -142,9 +155,11 @@ class _Formed(Units):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The program of one unit's gradients, cut: `backbone` makes what the tail starts from.
+    """The program of one unit's gradients, after the cut.
 
-    Its inputs are those of each unit, then the constants of the tail.
+    The inputs of `program` are first the arrays that every unit has of its own, then the constants of
+    the tail that the units are made from. The equations `backbone` make the factors and constants of
+    the units' tail.
     """
 
     program: ClosedJaxpr
@@ -152,7 +167,10 @@ class _Cut:
 
     @staticmethod
     def tails(program: ClosedJaxpr, num_own: int, params: Sequence[int]) -> list[tuple[Tail, _Cut]]:
-        """The tails of a program whose first `num_own` inputs are those of each unit."""
+        """Cuts a program, of whose inputs the first `num_own` differ from unit to unit.
+
+        The program's outputs are the gradients of `params`. Each tail comes with its own backbone.
+        """
         jaxpr = program.jaxpr
         walk = Walk(jaxpr.eqns, jaxpr.invars[:num_own], jaxpr.outvars, ())
         cuts = []
@@ -162,7 +180,11 @@ class _Cut:
         return cuts
 
     def run(self, tail: Tail, own: Sequence[Any], constants: Sequence[Any]) -> Any:
-        """Factors and constants of the tail, from what the units have of their own [size, ...]."""
+        """The factors [size, ...] and the constants of the units' tail.
+
+        `own` are the units' own arrays [size, ...] and `constants` those of the tail that the units are
+        made from.
+        """
 
         def one(own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             env = starting_env(self.program, [*own, *constants])
@@ -174,6 +196,8 @@ class _Cut:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Groups(Units):
+    """Groups of `members` examples each; `cut` is the program of one group's gradients."""
+
     cut: _Cut
     members: int
 
@@ -205,6 +229,12 @@ def _groups(tail: Tail, k: int) -> list[Units]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Contributions(Units):
+    """Single contributions to `term`, one of the terms of the tail `whole`.
+
+    `cut` is the program of one contribution's gradient, and `total` is M, how many contributions, to
+    all terms, the gradient adds up.
+    """
+
     cut: _Cut
     whole: Tail
     term: Term
@@ -213,7 +243,7 @@ class _Contributions(Units):
     def of(self, examples: Examples) -> Examples:
         n, w = self.term.contributions, examples.weights
         factors = examples.factors
-        if isinstance(w, jax.Array):  # what is not there may be NaN, which convolutions spread
+        if isinstance(w, jax.Array):  # an example of weight 0 may be NaN, and convolutions spread NaN
             factors = [weigh(x, jnp.not_equal(w, 0)) for x in factors]
             w = jnp.repeat(w, n)
         parts = self.term.split(self.whole.env(factors, examples.constants))
@@ -246,7 +276,10 @@ def _contributions(tail: Tail, place: int, term: Term) -> Units:
 
 
 def _steps_of_one(tail: Tail, term: Term, env: Env) -> list[jax.Array]:
-    """The tail's gradients with zeros for all terms but one, which are not added where they would be."""
+    """The tail's gradients if `term`, whose value is in `env`, is the only term that is not 0.
+
+    The set `zero` has the variables that are known to be zeros, and these are not added to anything.
+    """
     zero: set[Var] = {other.out for other in tail.terms if other is not term}
     env |= {v: jnp.zeros(aval(v).shape, aval(v).dtype) for v in zero}
     for step in tail.steps:

@@ -1,15 +1,17 @@
 """The ways of terms through steps that select entries and multiply them by numbers.
 
-The steps are linear, so that a gradient is a sum of what they make of each term t. If every entry of it
-takes in one entry of t at most, they make of t
+The steps of a tail are linear, so that a gradient is the sum of A t over the terms t, where A stands for
+the steps that lead from t to the gradient. If every entry e of the gradient takes in one entry of t at
+most, the number s(e), then
 
-    (A t)[e] = c[e] t[s(e)],   or 0 where no entry comes in,
+    (A t)[e] = c[e] t[s(e)],   or 0 if e takes in no entry of t.
 
-and if no entry of t is repeated, A^T 1 says for each of them by what it is multiplied on its way, and
-R^T 1, with R like A but with c = 1, whether it arrives at all. Both are arrays like the term, the same
-for all examples. A row that is set to 0 before it is looked up is one that does not arrive.
+If, besides, no entry of t goes to several places, A^T 1 has for each entry of t the number that it is
+multiplied by on its way. With R like A, but with c = 1, R^T 1 is not 0 for exactly those entries of t
+that arrive in the gradient. Both are arrays shaped like the term, the same for all examples. If a loss
+sets a row to 0 before it looks the row up, the row's entries do not arrive.
 
-Two ways have the same layout if an entry that arrives on both comes to the same place on both.
+Two ways have the same layout if an entry that arrives on both arrives at the same place.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from pergrad._ir import Env, distinct, evaluate_wide, read, size, widen
 
 
 class Stride(NamedTuple):
-    """One step on a way: from which of its operands to which of its results."""
+    """One step on a way, which leads from one of the step's operands to one of its results.
+
+    `operand` and `result` are the places of the two among the operands and the results.
+    """
 
     step: JaxprEqn
     operand: int
@@ -37,33 +42,34 @@ class Stride(NamedTuple):
 
     @property
     def family(self) -> str:
+        """The family of the step: "move", "scale" or "mix"."""
         return STEPS[self.step.primitive].family
 
     @property
     def replaces(self) -> bool:
-        """Whether some entries become 0, or another term's, and the others stay in their places."""
+        """Whether the step replaces some entries, by 0 or another term's, and keeps the others."""
         return self.step.primitive in REPLACING
 
     @property
     def stays(self) -> bool:
-        """Whether all entries have the places that they had before."""
+        """Whether the step leaves all entries in their places."""
         return self.step.primitive in STAYING or self.family == "scale"
 
     @property
     def growth(self) -> int:
-        """How many more entries there are than before."""
+        """How many more entries there are after the step than before it."""
         return size(self.step.outvars[self.result]) - size(self.step.invars[self.operand])
 
     @property
     def layout(self) -> Any:
-        """Where entries go; equal for steps that bring them to the same places."""
+        """A description of where entries go. If it is equal for two steps, they do the same in this."""
         places = self.step.invars[1:] if self.family == "move" else []
         return self.step.primitive, self.step.params, self.result, places
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """The way of one term of a tail to one of its gradients."""
+    """The way from a term of a tail to one of the tail's gradients; `strides` are in running order."""
 
     tail: Tail
     term: Term
@@ -71,25 +77,27 @@ class Way:
 
     @property
     def layout(self) -> list[Any]:
-        """Two ways with equal lists bring entries to the same places."""
+        """A description of where entries go. If it is equal for two ways, they have the same layout."""
         return [stride.layout for stride in self.strides if not stride.stays]
 
     @property
     def repeats(self) -> bool:
-        """Whether an entry of the term may come to several places."""
+        """Whether an entry of the term may go to several places."""
         return any(stride.family == "move" and stride.growth > 0 for stride in self.strides)
 
     @property
     def replaces(self) -> bool:
+        """Whether a step on the way replaces some entries."""
         return any(stride.replaces for stride in self.strides)
 
     @property
     def drops(self) -> bool:
-        """Whether an entry of the term may come to no place."""
+        """Whether an entry of the term may not arrive."""
         return self.replaces or any(not stride.stays and stride.growth for stride in self.strides)
 
     @property
     def scales(self) -> list[JaxprEqn]:
+        """The steps on the way that multiply entries by numbers."""
         return [stride.step for stride in self.strides if stride.family == "scale"]
 
     @property
@@ -99,18 +107,21 @@ class Way:
         return all(size(v) == 1 for v in numbers)
 
     def number(self, env: Env, dtype: Any) -> jax.Array:
-        """A^T 1 for the entries that arrive, or the one number of all."""
+        """A^T 1, or one number if all entries are multiplied by the same.
+
+        The array A^T 1 is only meant for the entries that arrive. `env` has the values of the constants.
+        """
         if not self.has_one_number:
             return self._transposed(env, dtype, scales=True)
         numbers = (self.tail.number_of(step, env, dtype).reshape(()) for step in self.scales)
         return math.prod(numbers, start=jnp.ones((), dtype))
 
     def arrives(self, env: Env, dtype: Any) -> jax.Array:
-        """R^T 1: not 0 for each entry that comes to a place in the gradient."""
+        """R^T 1, which is not 0 for exactly those entries of the term that arrive in the gradient."""
         return self._transposed(env, dtype, replaces=True)
 
     def moved(self, env: Env, x: jax.Array) -> jax.Array:
-        """R x for an array `x` like the term that is 0 where entries do not arrive."""
+        """R x for an array `x` shaped like the term, which must be 0 for entries that do not arrive."""
         return self._walked(env, x)
 
     def _transposed(self, env: Env, dtype: Any, **does: bool) -> jax.Array:
@@ -129,7 +140,7 @@ class Way:
         return x
 
     def _taken(self, stride: Stride, env: Env, x: jax.Array) -> jax.Array:
-        """One step, with zeros for what comes from other terms."""
+        """The result of one step for the operand `x`, with zeros for what comes from other terms."""
         step = stride.step
         from_terms = [v for v in distinct(step.invars) if v in on_the_way(self.tail)]
         env = env | {v: jnp.zeros(aval(v).shape, x.dtype) for v in from_terms}
@@ -139,7 +150,7 @@ class Way:
 
 
 def ways_to(tail: Tail, place: int) -> list[Way] | None:
-    """The ways of all terms to the gradient at `place`; None if entries mix on the way."""
+    """The ways of all terms to the gradient at `place`; None if a step on a way mixes entries."""
     ways: dict[Var, tuple[Stride, ...]] = {v: () for v in distinct([tail.grads[place]])}
     for step in reversed(tail.steps):
         rule = STEPS[step.primitive]
@@ -156,12 +167,16 @@ def ways_to(tail: Tail, place: int) -> list[Way] | None:
 
 
 def on_the_way(tail: Tail) -> set[Var]:
-    """What comes from terms."""
+    """The variables of a tail that depend on its terms, and the terms themselves."""
     return {v for step in tail.steps for v in step.outvars} | {term.out for term in tail.terms}
 
 
 def of_nothing(tail: Tail, place: int, env: Env, dtype: Any) -> jax.Array | None:
-    """A 0: NaN where a number on the way is not finite, else 0; None if there is no number."""
+    """A 0: what the steps make of terms that are 0, laid out like the gradient at `place`.
+
+    It is NaN where a number that entries are multiplied by is not finite, and 0 elsewhere. The result is
+    None if no step multiplies by a number, since all of it would be 0.
+    """
     if not tail.steps_that("scale"):
         return None
     env = env | {term.out: jnp.zeros(aval(term.out).shape, dtype) for term in tail.terms}
