@@ -1,8 +1,9 @@
 """Stage 3: a strategy for every tail and statistic, and how many examples run at a time.
 
-In reading order: `choose` (a strategy for each), `backbone` (what the rest takes), `microbatch` (how
-many examples at a time), `cotangent` (what the backward pass starts from), `schedule` (all of it
-together), `plan` (what it costs), `table` (how that is printed).
+In reading order: `choose` (a strategy for every tail and statistic), `backbone` (the operations and the
+memory of the backbone), `microbatch` (how many examples run at a time), `cotangent` (what the backward
+pass starts from), `schedule` (all these decisions together), `plan` (what the schedule costs), `table`
+(how a plan is printed).
 """
 
 from pergrad._plan import table as table

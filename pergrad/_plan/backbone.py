@@ -1,4 +1,4 @@
-"""What the backbone takes: its operations, and its temporary memory."""
+"""The operations and the temporary memory of the backbone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pergrad._ir import counts
 
 
 def bytes_of(part: Part, eqns: list[JaxprEqn], size: int) -> float:
-    """Temporary memory of the equations for `size` examples, without what the tails make.
+    """Temporary memory of the equations for `size` examples, without the variables that tails make.
 
-    With the equations of the whole program that is what `jax.grad` takes: its results are what the tails
-    make.
+    For the equations of the whole program that is the temporary memory of `jax.grad`, because the tails
+    make its results, which are not temporary.
     """
     made_by_tails = {
         v
@@ -19,7 +19,7 @@ def bytes_of(part: Part, eqns: list[JaxprEqn], size: int) -> float:
         for eqn in (*(t.eqn for t in tail.terms if t.eqn), *tail.steps)
         for v in eqn.outvars
     }
-    # A loop with tails inside is known by the first of its results.
+    # The first result of a loop with tails inside identifies the loop.
     loops = {cut_loop.loop.eqn.outvars[0]: cut_loop for cut_loop in part.loops}
     for cut_loop in part.loops:
         made_by_tails |= {cut_loop.loop.eqn.outvars[k] for k in cut_loop.taken}
@@ -38,7 +38,11 @@ def bytes_of(part: Part, eqns: list[JaxprEqn], size: int) -> float:
 
 
 def operations_of(part: Part, size: int) -> tuple[float, float]:
-    """Operations of what differs from example to example, for `size` of them, and of what does not."""
+    """The operations of the backbone, in two numbers.
+
+    The first counts the equations that depend on the example, for `size` examples. The second counts
+    the equations that are the same for all examples.
+    """
     varying = fixed = 0.0
     for x in part.backbone:
         if isinstance(x, CutLoop):
@@ -53,5 +57,5 @@ def operations_of(part: Part, size: int) -> tuple[float, float]:
 
 
 def equations_of(part: Part) -> list[JaxprEqn]:
-    """The equations of the backbone, loops with tails inside among them."""
+    """The equations of the backbone, including the loops that have tails inside."""
     return [x.loop.eqn if isinstance(x, CutLoop) else x for x in part.backbone]

@@ -1,8 +1,8 @@
 """Stage 3, first part: a strategy for every tail and statistic.
 
-Every strategy that can give a statistic is priced, and the cheapest is taken. Some strategies feed all
-statistics of a tail in one pass, so a statistic that would have another strategy joins them where that
-is cheaper: the mean gradient is free then.
+Every strategy that can give a statistic is priced, and the cheapest one is chosen. Some strategies feed
+all statistics of a tail in one pass. If such a pass runs anyway, a statistic with another strategy joins
+it where that is cheaper. The mean gradient, for example, then costs next to nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from pergrad._strategies import STRATEGIES, Materialise, Strategy, Summed, Work
 
 
 class Forced(NamedTuple):
-    """The strategy that was asked for, None for the cheapest, and how many examples at a time."""
+    """The strategy that the caller asked for, and how many examples it shall take at a time.
+
+    `strategy` is None if the cheapest one is to be chosen, and `at_a_time` is None if the caller did not
+    say.
+    """
 
     strategy: Strategy | None = None
     at_a_time: int | None = None
@@ -26,9 +30,10 @@ class Forced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A strategy for some statistics of a tail, all of the same units and phase, and why.
+    """A strategy for some statistics of a tail, which all have the same units and the same phase.
 
-    `seconds` is its price for the examples that run at a time. `work` is what it has to do.
+    `reason` says why the strategy was chosen, `work` says how much it has to do, and `seconds` is its
+    price, both for the examples that run at a time.
     """
 
     strategy: Strategy
@@ -39,16 +44,18 @@ class Choice:
 
     @property
     def units(self) -> Units:
+        """The units that the statistics are about."""
         return self.work.units
 
     @property
     def phase(self) -> Phase:
+        """When the statistics are computed."""
         return self.statistics[0].phase
 
 
 @dataclasses.dataclass(frozen=True)
 class TailPlan:
-    """How a tail is reduced, and whether its factors are handed out."""
+    """How a tail is reduced, and whether `Factors` hands out its factors to the caller."""
 
     tail: Tail
     choices: tuple[Choice, ...]
@@ -56,11 +63,11 @@ class TailPlan:
 
     @property
     def keeps_factors(self) -> bool:
-        """Whether the factors are kept until all examples are there."""
+        """Whether the factors are kept until all examples have been through the model."""
         return self.hands_out_factors or bool(self.of(Phase.LAST))
 
     def of(self, phase: Phase) -> list[Choice]:
-        """The choices of a phase."""
+        """The choices whose statistics are computed in this phase."""
         return [choice for choice in self.choices if choice.phase is phase]
 
     def statistics(self, *phases: Phase) -> list[LeafStatistic]:
@@ -78,7 +85,7 @@ class TailPlan:
 def choose(
     tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: Forced
 ) -> TailPlan:
-    """How a tail is reduced over `size` examples, with what is `wanted` of each parameter."""
+    """How a tail is reduced over `size` examples. `wanted` has the statistics of every parameter."""
     statistics = list(dict.fromkeys(s for param in tail.params for s in wanted[param]))
     others = [s for s in statistics if s.quantity is not Quantity.FACTORS]
     choices = _choices(tail, others, size, device, forced)
@@ -88,7 +95,10 @@ def choose(
 def _choices(
     tail: Tail, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: Forced
 ) -> tuple[Choice, ...]:
-    """Choices for all statistics of a tail; those of the same phase, units and weights share a pass."""
+    """The choices for all statistics of a tail.
+
+    Statistics with the same phase, the same units and the same weights may share a pass.
+    """
     together: dict[Any, list[LeafStatistic]] = {}
     for statistic in statistics:
         alone = None if statistic.shares_weights else statistic
@@ -107,10 +117,10 @@ def _choices(
 def _choose_for(
     work: Work, statistics: Sequence[LeafStatistic], forced: Forced, may_form_once: bool
 ) -> Iterator[Choice]:
-    """Choices for statistics that may share a pass.
+    """The choices for statistics that may share a pass.
 
-    If gradients may be formed once for the norm and the clipped mean (`_formed_once`), the norm is
-    priced together with the clipped mean.
+    With `may_form_once`, one gradient may serve both the norm and the clipped mean (`_formed_once`). The
+    price of the norm then includes that of the clipped mean.
     """
     tail = work.tail
     strategies = [s.fitted(work, forced.at_a_time) for s in STRATEGIES]
@@ -134,8 +144,8 @@ def _choose_for(
             chosen[statistic] = asked, "as asked"
             continue
         best = [s for s in able if not s.forms_gradients or s == former]
-        # A sum over examples is one product, and never dearer than to form what is summed. Only a sum
-        # that is a convolution may be.
+        # A sum over examples is one product, which never costs more than forming all gradients first.
+        # The only exception is a sum that is a convolution.
         others = [s for s in best if not s.forms_gradients]
         if statistic.accumulates and others and not work.convolves:
             best = others
@@ -167,17 +177,17 @@ def _is_norm(statistic: LeafStatistic) -> bool:
 
 
 def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """The choices, of which the norm and the clipped mean share the gradients that they form.
+    """The choices, changed so that the norm and the clipped mean share the gradients that are formed.
 
-    With a microbatch of one, a gradient that is formed for its norm is kept for the clipped mean. Then
-    all statistics that are read off formed gradients are read off the same ones.
+    With a microbatch of one, the gradient formed for the norm is reused for the clipped mean. If no
+    gradient is formed for the norm, nothing changes.
     """
     norms = [c for c in choices if c.strategy.forms_gradients and any(map(_is_norm, c.statistics))]
     if not norms:
         return tuple(choices)
     units = formed_gradients(tail)
 
-    def read_off(choice: Choice) -> Choice:
+    def from_formed(choice: Choice) -> Choice:
         work = dataclasses.replace(choice.work, units=units)
         if choice.phase is Phase.FIRST:
             return dataclasses.replace(choice, strategy=Materialise(), work=work)
@@ -189,6 +199,6 @@ def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
             seconds=choice.work.seconds_of_joining(),
         )
 
-    is_read_off = [choice in norms or choice.phase is Phase.CLIPPED for choice in choices]
-    pairs = zip(choices, is_read_off, strict=True)
-    return tuple(read_off(choice) if formed else choice for choice, formed in pairs)
+    uses_formed = [choice in norms or choice.phase is Phase.CLIPPED for choice in choices]
+    pairs = zip(choices, uses_formed, strict=True)
+    return tuple(from_formed(choice) if uses else choice for choice, uses in pairs)

@@ -1,16 +1,17 @@
 """What the backward pass starts from: 1, or the weight of an example.
 
-A gradient is linear in the cotangent of the loss that the backward pass starts from. With the weight w
-in place of 1, as `jax.grad` of a mean has it, the examples' gradients come out as w g_i, and their mean
-is a plain sum: no factor is multiplied by w, and copied for that. Statistics of g_i itself divide by w
-what came from the cotangent, where they pass over it anyway:
+A gradient is linear in the cotangent of the loss, from which the backward pass starts. If it starts from
+the weight w in place of 1, as in `jax.grad` of a mean, the examples' gradients come out as w g_i, and
+their mean is a plain sum. So no factor has to be copied to multiply it by w. Statistics that need g_i
+itself divide the factors that depend on the cotangent by w, in a pass that they make over the factors
+anyway:
 
     sum_i w g_i = X^T D_w        sum_i w phi(g_i) = phi(X)^T (w phi(D_w / w))        with D_w = w D.
 
-So the backward pass starts from the weight where all other statistics do pass over the factors, and all
-examples have the same weight. It does not where a gradient is not known to be linear in the cotangent (a
-`custom_vjp` may clip what it is given, or take no notice of it), nor in half precision, which would
-round the weight.
+So the backward pass starts from the weight if all examples have the same weight, and if every other
+statistic makes such a pass. It starts from 1 if a gradient is not known to be linear in the cotangent (a
+`custom_vjp` may clip its cotangent, or ignore it), and also in half precision, which would round the
+weight.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ from pergrad._trace import Program
 def start_from_weight(
     program: Program, tails: Sequence[TailPlan]
 ) -> tuple[tuple[TailPlan, ...], frozenset[Var]]:
-    """The tails, and the variables that are w times their value if the backward pass starts from w.
+    """The plans of the tails, and the variables that carry the weight w of an example as a factor.
 
-    There are none if it should start from 1; otherwise mean gradients are summed on their own.
+    If there are no such variables, the backward pass starts from 1. If there are some, it starts from w,
+    and mean gradients have a choice of their own in the plans.
     """
     weighed = _linear_in_cotangent(program) if all(map(_passes_over_factors, tails)) else None
     return (tuple(tails), frozenset()) if weighed is None else (tuple(map(_apart, tails)), weighed)
 
 
 def _passes_over_factors(t: TailPlan) -> bool:
-    """Whether factors are summed up, after something elementwise, and nothing else is done with them."""
+    """Whether all statistics of the tail sum up its factors after elementwise operations."""
     return not t.hands_out_factors and all(
         choice.phase is Phase.FIRST and choice.strategy.sums_factors(t.tail) for choice in t.choices
     )
 
 
 def _apart(t: TailPlan) -> TailPlan:
-    """The tail with its mean gradients summed, whatever is done for other statistics."""
+    """The plan of a tail, changed so that its mean gradients are summed by a choice of their own."""
     choices = []
     for choice in t.choices:
         for strategy, wants_sums in ((Summed(), True), (choice.strategy, False)):
@@ -56,7 +58,11 @@ def _apart(t: TailPlan) -> TailPlan:
 
 
 def _linear_in_cotangent(program: Program) -> frozenset[Var] | None:
-    """What depends on the cotangent, if all of that and the gradients are linear in it, and wide."""
+    """The variables that depend on the cotangent, or None if the backward pass must start from 1.
+
+    It must unless all of these variables and all gradients are linear in the cotangent, and none of the
+    variables is in half precision.
+    """
     found = dependents(program.jaxpr.eqns, {program.cotangent})
     made_by: dict[Var, JaxprEqn] = {}
     for eqn in program.jaxpr.eqns:

@@ -1,20 +1,20 @@
-"""How many examples go through the model at a time, if nobody says: the size with the least price.
+"""How many examples go through the model at a time with `microbatch_size="auto"`: the cheapest size.
 
-For a microbatch of m out of B examples, with a bytes of activations for an example, p bytes of
-parameters and of the states of all statistics, of which q bytes belong to tails in loops, and n
-equations, the price is
+A batch has B examples, and a microbatch has m of them. An example has a bytes of activations.
+Parameters and the states of all statistics have p bytes. The states of tails in loops have q of these
+bytes. The program has n equations. Then the price is
 
-    m a / fresh rate                      if m a is more than what the process keeps: temporary memory
-                                          has to be had from the operating system and paged in
-    + (B / m) (p / memory rate)           parameters and states come from memory for each microbatch
-    + (B / m) (2 q / fresh rate)          states of tails in loops are copied into them and out of them
-    + (B / m) (n equations + loop step)   every equation is started for each microbatch
+    m a / fresh rate                      if m a is more than the process keeps: the operating system
+                                          then has to provide temporary memory and page it in
+    + (B / m) (p / memory rate)           every microbatch reads parameters and states from memory
+    + (B / m) (2 q / fresh rate)          the states of tails in loops are copied into and out of them
+    + (B / m) (n equations + one round)   every microbatch starts each equation, and one round of a loop
     + the norms and clipped means         which cost less if a gradient is formed once for both (m = 1)
     + convolutions in a loop              if m < B: on the CPU XLA runs them several times slower there
 
-and all of that times `example_axis` for m > 1, unless the model is a loop itself. An axis of examples
-that XLA has to move about costs that much more, as measured for models without loops of their own; for
-models with loops it has not been seen to matter.
+and all of that is multiplied by `example_axis` if m > 1, unless the model has loops of its own. XLA has
+to move the axis of examples about, which was measured to cost that factor in models without loops. In
+models with loops no such cost was seen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def choose_microbatch_size(
 ) -> int:
     """The divisor of the batch size with the least price, among those whose activations fit.
 
-    `planned` gives the plans of all tails for so many examples at a time.
+    `planned(size)` gives the plans of all tails for `size` examples at a time.
     """
     eqns = equations_of(cut)
     a = activations(cut, 2) - activations(cut, 1)
@@ -54,7 +54,7 @@ def choose_microbatch_size(
     has_loop = any(Loop.of(eqn) is not None for eqn in eqns)
 
     def clipping(m: int) -> float:
-        # More than one at a time are priced like all at once.
+        # Every microbatch of more than one example is priced as if all examples ran at once.
         at_a_time = 1 if m == 1 else batch_size
         return batch_size / at_a_time * sum(t.seconds_of_clipping for t in planned(at_a_time))
 

@@ -1,4 +1,4 @@
-"""Stage 3, for those who ask to see it: what the schedule costs, and why it is as it is."""
+"""The plan that `explain` shows: what the schedule costs, and the reasons for its choices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pergrad._strategies import Work
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Schedule):
-    """What would run, one row a parameter. Print it to read it as a table; notebooks show one, too.
+    """What a call would run, with one row for each parameter. Print it, or show it in a notebook.
 
     `rows` has for every parameter its `path`, `shape`, `kind` of sum, `strategy`, `operations`,
     `plain_operations`, `bytes` and the `reason` for the strategy. `operations` are floating-point
-    operations and `bytes` is temporary memory, both estimated for the whole batch; `plain_operations`
-    and `plain_bytes` are those of `jax.grad`. Microbatches are made of whole groups of `group_size`
-    examples. If several `devices` share the batch, all numbers are those of one device, which has
-    `batch_size` examples.
+    operations and `bytes` is temporary memory, both estimated for the whole batch. `plain_operations`
+    and `plain_bytes` are the same numbers for `jax.grad`. Microbatches are made of whole groups of
+    `group_size` examples. If several `devices` share the batch, all numbers are those of one device,
+    which has `batch_size` examples.
     """
 
     rows: tuple[Row, ...]
@@ -45,7 +45,7 @@ class Plan(Schedule):
         return table.as_html(self.rows, self._totals())
 
     def _totals(self) -> list[str]:
-        """What stands below the table."""
+        """The lines below the table."""
         is_whole = self.microbatch_size == self.batch_size
         at_a_time = "all at once" if is_whole else f"{self.microbatch_size} at a time"
         each = f" on each of {self.devices} devices" if self.devices > 1 else ""
@@ -59,7 +59,7 @@ class Plan(Schedule):
 
 
 def describe(schedule: Schedule, cut: Cut, devices: int) -> Plan:
-    """The schedule with what it costs."""
+    """The schedule, together with its costs and the reasons for its choices."""
     device, paths = backend.backend(), schedule.paths
     batch_size, at_once, tails = schedule.batch_size, schedule.microbatch_size, schedule.tails
     rounds = schedule.microbatches
@@ -77,8 +77,8 @@ def describe(schedule: Schedule, cut: Cut, devices: int) -> Plan:
         backend=device.name,
         operations=varying + rounds * fixed + sum(row.operations for row in rows.values()),
         plain_operations=varying + fixed + sum(row.plain_operations for row in rows.values()),
-        # The tails run one after the other, so that the largest one counts. Factors that are kept are
-        # kept until the end.
+        # The tails run one after the other, so only the largest one counts. Factors that have to be kept
+        # are kept until the end.
         bytes=activations(cut, at_once)
         + max(row.bytes for row in rows.values())
         + sum(_kept_bytes(t, batch_size) for t in tails if rounds > 1),
@@ -100,7 +100,7 @@ def _rows(
     at_once: int,
     device: Backend,
 ) -> list[Row]:
-    """One row for each parameter of the tail; operations they share are divided among them."""
+    """One row for each parameter of the tail. They share the tail's operations in equal parts."""
     tail, choices = tail_plan.tail, tail_plan.choices
     times = math.prod(tail.lengths)
     share = times / len(tail.params)
@@ -124,6 +124,6 @@ def _rows(
 
 
 def _whole_work(tail_plan: TailPlan, batch_size: int, device: Backend) -> Work:
-    """What `jax.grad` has to do for the tail."""
+    """The work of `jax.grad` for the tail."""
     (units,) = units_of(tail_plan.tail, "example")
     return Work.of(units, batch_size, 1, device)

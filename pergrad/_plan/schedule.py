@@ -1,5 +1,4 @@
-"""Stage 3, together: how many examples run at once, how each tail is reduced, what the run starts
-from."""
+"""The outcome of stage 3: how many examples run at once, how each tail is reduced, where to start."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ from pergrad._statistics import LeafStatistic
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What runs: how many examples at once, in whole groups of `group_size`, and how each tail does.
+    """What runs: how many examples at once, and how each tail is reduced.
 
-    `paths` are the names of the parameters. A tail's plan stands at the number of the tail. `weighed`
-    are the variables that carry the weight of an example, where all have the same: then the backward
-    pass starts from it.
+    `microbatch_size` examples run at once, which are whole groups of `group_size`. `paths` are the names
+    of the parameters. `tails` has the plan of each tail at the number of the tail. `weighed` are the
+    variables that carry the weight of an example as a factor if the backward pass starts from the
+    weight, which it does only if all examples have the same one. If there are none, it starts from 1.
     """
 
     batch_size: int
@@ -47,7 +47,7 @@ def make_schedule(
     microbatch_size: int | str | None,
     forced: Forced,
 ) -> Schedule:
-    """Plans a batch of `batch_size` examples, with what is `wanted` of each parameter."""
+    """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter."""
     device = backend.backend()
 
     @functools.cache

@@ -1,7 +1,7 @@
 """The table of a plan: as text of at most 80 columns, and as HTML for notebooks.
 
-Paths of parameters are long, and many begin alike. Where a path does not fit into its row, its beginning
-stands on a line above all rows that share it, and joined they are the path:
+Paths of parameters are long, and many have the same beginning. If a path does not fit into its row, its
+beginning stands on a line above all rows that share it:
 
     parameter     shape   term     strategy     ops    x grad  memory  why
     ------------  ------  -------  -----------  -----  ------  ------  ---
@@ -9,7 +9,7 @@ stands on a line above all rows that share it, and joined they are the path:
       ['bias']    64      sum      materialise  3.07k  -       2.05kB  1
       ['kernel']  256x64  product  streamed:4   9.18M  1.09    262kB   2
 
-Many rows share a reason, which is long: reasons are numbered and stand below the table.
+Many rows share a reason, and reasons are long. So they are numbered, and stand below the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEAD = ("parameter", "shape", "term", "strategy", "ops", "x grad", "memory")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One parameter's line in the table. Operations and bytes are for the examples of a device."""
+    """One parameter's row in the table. Operations and bytes are for the examples of one device."""
 
     path: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Row:
     reason: str
 
     def cells(self) -> list[str]:
-        """All but the reason, as `HEAD` names them."""
+        """The texts of all columns of `HEAD`, which does not include the reason."""
         return [
             self.path,
             "x".join(map(str, self.shape)) or "scalar",
@@ -60,7 +60,7 @@ class Row:
 
 
 def as_text(rows: Sequence[Row], totals: Sequence[str]) -> str:
-    """Of all layouts that fit, the one with the fewest lines; if none does, the narrowest."""
+    """The table in the layout with the fewest lines that fits, or in the narrowest if none fits."""
     reasons = list(dict.fromkeys(row.reason for row in rows))
     numbers = [str(1 + reasons.index(row.reason)) for row in rows]
     most = max(len(keys_of(row.path)) for row in rows)
@@ -75,7 +75,7 @@ def as_text(rows: Sequence[Row], totals: Sequence[str]) -> str:
 
 
 def as_html(rows: Sequence[Row], totals: Sequence[str]) -> str:
-    """A table with whole paths and reasons: a page is wide enough, or is scrolled."""
+    """The table with whole paths and reasons, because a page is wide enough or can be scrolled."""
 
     style = "text-align: left; vertical-align: top"
 
@@ -91,9 +91,9 @@ def as_html(rows: Sequence[Row], totals: Sequence[str]) -> str:
 
 
 def _layout(rows: Sequence[Row], numbers: Sequence[str], keys: int, wrapped: bool) -> list[str]:
-    """The table with the last `keys` keys of every path in its row.
+    """The lines of the table if every row has the last `keys` keys of its path.
 
-    If it is `wrapped`, the terms and the strategies of a row stand below each other.
+    If `wrapped` is true, the terms of a row stand below each other, and so do the strategies.
     """
     above, body = [], []
     for row, number in zip(rows, numbers, strict=True):
@@ -116,7 +116,7 @@ def _layout(rows: Sequence[Row], numbers: Sequence[str], keys: int, wrapped: boo
 
 
 def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """One row; a cell may have several lines."""
+    """The lines of one row, in which a cell may have several lines."""
     return [
         GAP.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in itertools.zip_longest(*cells, fillvalue="")
@@ -129,7 +129,7 @@ def _words(text: str, separator: str) -> list[str]:
 
 
 def _broken(path: str) -> list[str]:
-    """A path on as many lines as it needs."""
+    """A path, broken into as many lines as it needs."""
     lines = []
     for key in keys_of(path):
         if lines and len(lines[-1] + key) <= WIDTH:
@@ -155,18 +155,19 @@ def _notes(reasons: Sequence[str]) -> list[str]:
 
 
 def _split(path: str, keys: int) -> tuple[str, str]:
-    """A path without its last keys, and these."""
+    """The beginning of a path, and its last `keys` keys."""
     own = keys_of(path)
     place = max(0, len(own) - keys)
     return "".join(own[:place]), "".join(own[place:])
 
 
 def keys_of(path: str) -> list[str]:
-    """A path in pieces: its keys `['a']`, `[0]` and `.b`, and what else there may be."""
+    """The pieces of a path: its keys, such as `['a']`, `[0]` and `.b`, and any other text."""
     return re.findall(r"""\['.*?'\]|\[".*?"\]|\[[^'"\]]*\]|\.\w+|[^.\[]+|.""", path, re.DOTALL)
 
 
 def short(number: float) -> str:
+    """A number with three digits and a unit, such as `9.18M`."""
     for unit in ("", "k", "M", "G", "T"):
         if number < 1000:
             return f"{number:.3g}{unit}"
@@ -175,4 +176,5 @@ def short(number: float) -> str:
 
 
 def ratio(number: float, plain: float) -> str:
+    """How many times as large as `plain` a number is, or `-` if `plain` is 0."""
     return f"{number / plain:.2f}" if plain else "-"

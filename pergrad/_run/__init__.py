@@ -1,8 +1,9 @@
-"""Stage 4: the plan runs.
+"""Stage 4: the schedule runs.
 
-In reading order: `states` (what is known of each parameter and statistic), `reduce` (one tail over some
-examples), `backbone` (the model, with the tails in its loops), `clip` (the tails once more, with other
-weights), `microbatches` (all examples), `last` (what needs all of them side by side).
+In reading order: `states` (the states and values of all statistics), `reduce` (reduces one tail over
+some examples), `backbone` (runs the model, with the tails in its loops), `clip` (clipped means, once the
+norms are known), `microbatches` (runs all examples), `last` (statistics that need all examples side by
+side).
 """
 
 from pergrad._run.last import part_of_all as part_of_all

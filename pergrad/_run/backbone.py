@@ -1,11 +1,11 @@
-"""The backbone of one example, with the tails of its loops.
+"""Runs the backbone of one example, together with the tails inside its loops.
 
-The tails of layers that a loop runs come at the end of its body, and their results leave the loop
-stacked. Such a tail is a call with a batching rule of its own (`custom_vmap`): for a batch it reduces
-over the examples and returns the states of its accumulators, which have no example axis any more, and
-its readings, which have one. It is given the example's weight even if it needs none: a tail that did not
-depend on the batch would never meet our `vmap`, and a user's own outer `vmap` would then reduce it over
-the wrong axis.
+The tails of layers that a loop runs are reduced at the end of the loop's body, and their results leave
+the loop stacked. Such a tail is a call with a batching rule of its own (`custom_vmap`). For a batch this
+rule reduces over the examples. It returns the states of accumulators, which have no example axis, and
+the values of readings, which have one. Every such tail takes the example's weight as an argument, even
+if it does not use it: a tail that did not depend on the batch would never meet our `vmap`, and a user's
+own outer `vmap` would then reduce it over the wrong axis.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from pergrad._run.reduce import Reduction
 from pergrad._run.states import Key, States
 from pergrad._statistics import Phase, Reading
 
-# A tail in a loop, as a call. It is given the example's weight, the factors and constants of the tail,
-# the states so far and the directions.
+# A tail in a loop, as a call. Its arguments are the example's weight, the factors and the constants of
+# the tail, the states so far, and the directions.
 Reducer = Callable[[Any, list[Any], list[Any], States, dict[int, Any]], States]
 
 
 @dataclasses.dataclass(frozen=True)
 class InLoops:
-    """What the tails in loops need: a reducer for each, by the tail's number, and the example's
-    weight."""
+    """What the tails in loops need: the reducer of each, by the tail's number, and the weight `w`."""
 
     reducers: Mapping[int, Reducer]
     w: jax.Array
@@ -43,7 +42,7 @@ class InLoops:
 def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> dict[int, Reducer]:
     """The reducers of all tails in loops, for `size` examples at once.
 
-    `shared` is the weight of all examples, or None if each has its own.
+    `shared` is the weight of every example, or None if each example has its own.
     """
     make = _reducer_of_one if size == 1 else _reducer
     return {t.tail.number: make(schedule, t, shared) for t in schedule.tails if t.tail.levels}
@@ -52,7 +51,7 @@ def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> di
 def run_backbone(
     part: Part, env: Env, loops: InLoops, states: States, directions: dict[int, Any]
 ) -> States:
-    """Runs the backbone, which adds to `env`: the results of the tails in its loops."""
+    """Runs the backbone, adds its variables to `env`, and returns the results of tails in loops."""
     results = States()
     for x in part.backbone:
         if isinstance(x, CutLoop):
@@ -65,7 +64,7 @@ def run_backbone(
 def _run_loop(
     cut_loop: CutLoop, env: Env, loops: InLoops, states: States, directions: dict[int, Any]
 ) -> States:
-    """Runs a loop that has tails inside. Their results, one for each round, are outputs of the loop."""
+    """Runs a loop with tails inside, and returns their results, which have one entry for each round."""
     loop, part = cut_loop.loop, cut_loop.body
     consts, init, xs = loop.operands([read(env, v) for v in loop.eqn.invars])
     params = tuple(param for tail in part.all_tails() for param in tail.params)
@@ -90,13 +89,14 @@ def _run_loop(
 
 
 def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
-    """A tail in a loop as a call that, for a batch, reduces over its examples."""
+    """A tail in a loop, as a call whose batching rule reduces over the examples."""
 
     @custom_vmap
     def reduce(
         w: Any, factors: list[Any], constants: list[Any], states: States, directions: dict[int, Any]
     ) -> States:
-        # Never run, since the weight has the example axis. It says what the results look like.
+        # This body never runs, because the weight always has the example axis. JAX traces it to learn
+        # the shapes of the results.
         readings: dict[Key, Any] = {
             (param, s): _zeros_like_reading(s, aval(t.tail.grads[place]), directions.get(param))
             for place, param in enumerate(t.tail.params)
@@ -127,7 +127,7 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
 
 
 def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
-    """A tail in a loop as a call that reduces a batch of one, given without an example axis."""
+    """A tail in a loop, as a call that reduces over one example, whose arrays have no example axis."""
 
     def reduce(
         w: Any, factors: list[Any], constants: list[Any], states: States, directions: dict[int, Any]
@@ -153,7 +153,7 @@ def _reduced(
 
 
 def _keys(t: TailPlan) -> list[Key]:
-    """The parameters and statistics of a tail in a loop, in one order for all who build its results."""
+    """The keys of a tail in a loop, in the order that both functions of a reducer return them in."""
     return [(param, s) for s in t.statistics(Phase.FIRST) for param in t.tail.params]
 
 

@@ -1,7 +1,7 @@
-"""Clipped means: the tails are reduced once more, when the norms of all gradients have been read.
+"""Clipped means: the tails are reduced once more, after the norms of all gradients are known.
 
-A clipped mean is a mean with other weights, over factors that are still there. Its tails stand in no
-loop.
+A clipped mean is a mean with other weights, over the factors, which are still in memory. A tail with a
+clipped mean never stands in a loop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from pergrad._statistics import Accumulator, Phase, Quantity, added_up
 
 
 def clipped_means(reductions: Sequence[Reduction], w: jax.Array, read: States, states: States) -> States:
-    """The states of all clipped means; `read` has the squared norms, and `w` are the weights [B]."""
+    """The states of all clipped means.
+
+    `w` are the examples' weights [B], `read` has the squared norms, and `states` has the states so far.
+    """
     squares = {param: x for (param, s), x in read.items() if s.quantity is Quantity.SQUARED_NORMS}
 
     @functools.cache
     def weights(statistic: Accumulator, params: tuple[int, ...]) -> jax.Array:
-        """The examples' weights among the clipped, from their norms over these parameters."""
+        """The examples' weights in the clipped mean, from their norms over these parameters."""
         return statistic.weights(w, added_up([squares[param] for param in params]))
 
     results = States()
@@ -44,7 +47,7 @@ def clipped_means(reductions: Sequence[Reduction], w: jax.Array, read: States, s
 def _by_norm(
     statistic: Accumulator, params: Sequence[int], squares: Mapping[int, jax.Array]
 ) -> dict[tuple[int, ...], list[int]]:
-    """The parameters, by the parameters over which the norm is taken that clips them."""
+    """The parameters, grouped by the parameters whose common norm clips them."""
     found: dict[tuple[int, ...], list[int]] = {}
     for param in params:
         found.setdefault(statistic.norms_over(tuple(squares), param), []).append(param)

@@ -1,4 +1,4 @@
-"""When all examples have been through: what needs their factors side by side, and parts of devices."""
+"""The end of a run: statistics that need all examples side by side, and the parts of each device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pergrad._statistics import Accumulator, Phase
 
 
 def part_of_all(outcome: Outcome, devices: Devices) -> Outcome:
-    """The outcome with this device's part of the states of all, for accumulators."""
+    """The outcome, in which every accumulator has this device's part of the state of all devices."""
     if not devices.axes:
         return outcome
     parts: dict[Key, Any] = {
@@ -32,10 +32,11 @@ def part_of_all(outcome: Outcome, devices: Devices) -> Outcome:
 def run_last(
     cut: Cut, schedule: Schedule, params: Sequence[Any], outcome: Outcome, devices: Devices
 ) -> tuple[States, dict[int, FactorPair | None]]:
-    """The last phase: what needs the factors of all examples.
+    """Runs the last phase, whose statistics need the factors of all examples.
 
-    The values of its statistics, and by the number of the parameter its pair of factors. Inner products
-    are those of the own examples with all: for them the factors of all devices are gathered.
+    Returns the values of these statistics, and the pair of factors of each parameter, by its number.
+    Inner products are those of this device's examples with all examples, for which the factors of all
+    devices are gathered.
     """
     program = cut.program
     kept = [schedule.tails[n].tail for n in outcome.factors]
@@ -59,7 +60,7 @@ def run_last(
 
 
 def _of_all(examples: Examples, devices: Devices) -> Examples:
-    """The examples of all devices, of which some are here."""
+    """The examples of all devices, which include the `examples` of this device."""
     here = devices.first(examples.size), examples.size
     size, factors = devices.number * examples.size, [devices.join(x) for x in examples.factors]
     return Examples(size, 1 / size, factors, examples.constants, here if devices.axes else None)

@@ -1,13 +1,13 @@
-"""All examples, one microbatch after the other.
+"""Runs all examples, one microbatch after the other.
 
-The backbone of one example is evaluated under `jax.vmap`, as it stands, and hands out the factors of its
-tails for all examples of the microbatch. Then every tail is reduced over them; XLA is free to do so as
-soon as its factors are there. For clipped means tails are reduced once more, with other weights, when
-all norms have been read.
+The backbone of one example runs under `jax.vmap`, which returns the factors of its tails for all
+examples of the microbatch. Then every tail is reduced over these examples; XLA is free to do that as
+soon as the factors of the tail are computed. Tails with clipped means are reduced once more, with other
+weights, after all norms are known.
 
-Microbatches are a `lax.scan` around all that, which hands the states on. A batch or microbatch of one
-example runs without `vmap`: an axis of length 1 in front would only be in XLA's way. If several devices
-share the batch, each does all of that with its own examples, and has then a part of the states of all.
+A `lax.scan` runs all microbatches and hands the states on from one to the next. A batch or microbatch of
+one example runs without `vmap`, because an axis of length 1 in front would only be in XLA's way. If
+several devices share the batch, each device runs its own examples.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from pergrad._run.reduce import Directions, Reduction, empty_states
 from pergrad._run.states import States
 from pergrad._statistics import Accumulator, Phase
 
-SCOPE = "pergrad"  # the named scope of all that runs; `backbone` and tails are named within
+SCOPE = "pergrad"  # the named scope of a run, which has a scope for the backbone and for each tail
 
 
 class Outcome(NamedTuple):
-    """What has been seen of the examples.
+    """What the first two phases return.
 
-    Losses [B], the leaves of `aux` [B, ...], the states of accumulators and the values of all other
-    statistics, and by the number of the tail the factors [B, ...] that are kept.
+    `losses` are [B], and the leaves `aux` are [B, ...]. `states` has the states of accumulators and the
+    values of all other statistics. `factors` has the factors [B, ...] that are kept for the last phase,
+    by the number of the tail.
     """
 
     losses: jax.Array
@@ -53,10 +54,10 @@ def run(
     w: Weights,
     directions: Sequence[Any] | None = None,
 ) -> Outcome:
-    """Runs the first two phases of the schedule for the leaves `examples` [B, ...].
+    """Runs the first two phases of the schedule for the examples, whose leaves are [B, ...].
 
-    `w` is each example's share of the batch, [B], or one number for all. `directions` has one for each
-    parameter, for inner products.
+    `w` is each example's share of the batch: [B], or one number for all. `directions` has the direction
+    of each parameter for inner products, or is None if no statistic takes one.
     """
     microbatch = _Microbatch(cut, schedule, params, _inward(schedule, directions))
     states = _starting_states(schedule)
@@ -64,8 +65,8 @@ def run(
     if rounds == 1:
         return microbatch.run(examples, w, states)
 
-    # As few microbatches as their size allows, all of equal length (in whole groups). What is missing to
-    # fill the last one is repeated from the front, with weight 0.
+    # There are as few microbatches as their size allows. All have the same length, which is a number of
+    # whole groups. Examples from the front of the batch, with weight 0, fill up the last one.
     length = schedule.group_size * -(-schedule.batch_size // (rounds * schedule.group_size))
     missing = rounds * length - schedule.batch_size
     if missing:
@@ -89,9 +90,9 @@ def run(
 
 
 def _starting_states(schedule: Schedule) -> States:
-    """Empty states for the accumulators that a loop carries on: over microbatches, or over layers.
+    """Empty states for the accumulators whose states a loop carries, over microbatches or over layers.
 
-    Elsewhere an accumulator starts from nothing: JAX need not trace, nor XLA remove, that 0 is added.
+    All other accumulators start without a state, so that JAX need not trace an addition of 0.
     """
     states = States()
     for t in schedule.tails:
@@ -102,7 +103,7 @@ def _starting_states(schedule: Schedule) -> States:
 
 
 def _inward(schedule: Schedule, directions: Sequence[Any] | None) -> dict[int, Any]:
-    """The directions of the parameters, laid out like the gradients in the loops of their tails."""
+    """The direction of each parameter, laid out like the gradient inside the loops of its tail."""
     found: dict[int, Any] = {}
     if directions is None:
         return found
@@ -115,7 +116,7 @@ def _inward(schedule: Schedule, directions: Sequence[Any] | None) -> dict[int, A
 
 
 class _Microbatch(NamedTuple):
-    """What runs for each microbatch."""
+    """The program that runs for each microbatch."""
 
     cut: Cut
     schedule: Schedule
@@ -123,7 +124,7 @@ class _Microbatch(NamedTuple):
     directions: Directions
 
     def run(self, examples: Sequence[Any], w: Weights, states: States) -> Outcome:
-        """The outcome for these examples; accumulators go on from `states`."""
+        """The outcome for these examples. Accumulators continue from `states`."""
         cut, schedule, size = self.cut, self.schedule, examples[0].shape[0]
         own_weights = w if isinstance(w, jax.Array) else jnp.full(size, w)
         starts_from_weight = bool(schedule.weighed) and not isinstance(w, jax.Array)
@@ -152,7 +153,7 @@ class _Microbatch(NamedTuple):
     def _run_backbone(
         self, examples: Sequence[Any], w: Weights, own_weights: jax.Array, states: States
     ) -> tuple[jax.Array, list[jax.Array], States, list[tuple[list[Any], list[Any]]]]:
-        """Losses, leaves of aux, results of tails in loops, factors and constants of the others."""
+        """Losses, leaves of aux, results of tails in loops, and factors and constants of other tails."""
         cut, program, size = self.cut, self.cut.program, examples[0].shape[0]
         shared = None if isinstance(w, jax.Array) else w
         start = shared if self.schedule.weighed and shared is not None else 1.0

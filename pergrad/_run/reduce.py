@@ -1,4 +1,4 @@
-"""One tail is reduced over some examples, by the strategies of its plan."""
+"""Reduces one tail over some examples, with the strategies of its plan."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator
 from pergrad._strategies import Job
 
-NAMED = 3  # parameters in the name of a tail that they share
+NAMED = 3  # how many of its parameters the name of a tail has at most
 
-Directions = Mapping[int, jax.Array]  # by the number of the parameter
+Directions = Mapping[int, jax.Array]  # the direction of each parameter, by the parameter's number
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A tail with its plan, and the examples that it is reduced over.
+    """The plan of a tail, and the examples over which the tail is reduced.
 
     `directions` are those of the call, laid out like the gradients of the tail. `paths` are the names of
-    all parameters. `weighed` are the variables that carry the weight of an example, if any do.
+    all parameters. `weighed` are the variables that carry the weight of an example as a factor, which
+    are none if the backward pass started from 1. `_units` keeps the units that have been made.
     """
 
     plan: TailPlan
@@ -38,10 +39,10 @@ class Reduction:
     _units: dict[Units, Examples] = dataclasses.field(default_factory=dict)
 
     def run(self, choices: Sequence[Choice], states: States) -> States:
-        """The states of the choices' statistics for all parameters, or their values for all examples.
+        """The new states of the choices' accumulators, and the values of their other statistics.
 
-        An accumulator goes on from its entry in `states`, if there is one. It takes in one kind of units
-        after the other.
+        An accumulator continues from its entry in `states`, if there is one. Several choices may feed
+        the same accumulator, each with another kind of units.
         """
         results: dict[Key, Any] = {}
         for choice in choices:
@@ -51,12 +52,15 @@ class Reduction:
         return States(results)
 
     def keys(self, choice: Choice) -> list[Key]:
-        """The parameters and statistics that a choice is for."""
+        """The pairs of a parameter and a statistic that a choice computes."""
         own = [param for param in self.plan.tail.params if param in choice.units.tail.params]
         return [(param, statistic) for param in own for statistic in choice.statistics]
 
     def feed(self, choice: Choice, starts: Mapping[Key, Any], examples: Examples) -> dict[Key, Any]:
-        """What a choice's strategy makes of the units `examples`, from what each key starts from."""
+        """The new states or values of all keys in `starts`, computed by the choice's strategy.
+
+        `examples` are the units that the strategy sees, and `starts` has the state of each key so far.
+        """
         tail = choice.units.tail
         jobs = [
             Job(tail.params.index(param), statistic, state, self.directions.get(param))
@@ -68,16 +72,17 @@ class Reduction:
         return dict(zip(starts, made, strict=True))
 
     def units(self, units: Units) -> Examples:
-        """The units of the examples, which are made once."""
+        """The units of the examples. Each kind of units is made once."""
         if units not in self._units:
             self._units[units] = units.of(self.examples)
         return self._units[units]
 
     def _seen_by(self, choice: Choice) -> Examples:
-        """The units that a choice sees.
+        """The units that the strategy of a choice sees.
 
-        If the backward pass started from the weight w of an example, a sum of the gradients takes them
-        as they are, and any other statistic takes what came from the cotangent divided by w.
+        If the backward pass started from the weight w of an example, a sum of gradients uses factors and
+        constants as they are. For any other statistic those that depend on the cotangent are divided
+        by w.
         """
         if not self.weighed:
             return self.units(choice.units)
@@ -95,7 +100,7 @@ class Reduction:
 
 
 def _name_of(tail: Tail, paths: Sequence[str]) -> str:
-    """`tail[params/Dense_0/kernel]`: what profiles call a tail, after its parameters."""
+    """The name of a tail in profiles, made of its parameters, such as `tail[params/Dense_0/kernel]`."""
     keys = [keys_of(paths[param]) for param in tail.params[:NAMED]]
     names = ["/".join(key.strip(".[]'\"") for key in own) for own in keys]
     others = len(tail.params) - len(names)
@@ -103,7 +108,7 @@ def _name_of(tail: Tail, paths: Sequence[str]) -> str:
 
 
 def empty_states(plan: TailPlan, accumulators: Collection[Accumulator]) -> States:
-    """The states before the first example; for a tail in loops one for each of their rounds."""
+    """The states before the first example. A tail in loops has one state for each of their rounds."""
     tail = plan.tail
 
     def empty(place: int, accumulator: Accumulator) -> Any:

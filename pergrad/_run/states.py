@@ -1,4 +1,4 @@
-"""What is known of each parameter and statistic while a plan runs, and when it has run."""
+"""The states of accumulators and the values of other statistics, for each parameter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Key = tuple[int, LeafStatistic]  # the number of the parameter, and the statisti
 
 @jax.tree_util.register_pytree_node_class
 class States(Mapping[Key, Any]):
-    """A mapping from (parameter, statistic) to what there is of it.
+    """A mapping from a parameter and a statistic to the state or the value of the statistic.
 
-    For an accumulator that is its state, and for any other statistic its value, with an example axis in
-    front where there are several examples. A tail inside of loops has a state, or a value for each
-    example, for every round of the loops. To JAX it is a tree of these.
+    An accumulator has a state, and any other statistic has a value, with an example axis in front unless
+    a single example runs without one. If the tail of the parameter stands in loops, there is a state or
+    a value for every round of the loops. To JAX the mapping is a tree whose leaves are these arrays.
     """
 
     def __init__(self, entries: Mapping[Key, Any] | None = None) -> None:
@@ -37,7 +37,7 @@ class States(Mapping[Key, Any]):
         return States(self._entries | dict(other))
 
     def where(self, is_kept: Callable[[int, LeafStatistic], bool]) -> States:
-        """The entries of some parameters and statistics."""
+        """The entries whose parameter and statistic the predicate `is_kept` accepts."""
         return States({key: x for key, x in self.items() if is_kept(*key)})
 
     @property
@@ -47,7 +47,7 @@ class States(Mapping[Key, Any]):
 
     @property
     def per_example(self) -> States:
-        """The values of all other statistics, which belong to single examples."""
+        """The per-example values of all statistics that are not accumulators."""
         return self.where(lambda _, statistic: not statistic.accumulates)
 
     def of(self, params: tuple[int, ...]) -> States:
@@ -55,8 +55,10 @@ class States(Mapping[Key, Any]):
         return self.where(lambda param, _: param in params)
 
     def tree_flatten(self) -> tuple[list[Any], tuple[Key, ...]]:
+        """The entries and the keys, as JAX asks for them."""
         return list(self._entries.values()), tuple(self._entries)
 
     @classmethod
     def tree_unflatten(cls, keys: tuple[Key, ...], values: list[Any]) -> States:
+        """The mapping from these keys to these entries."""
         return cls(dict(zip(keys, values, strict=True)))
