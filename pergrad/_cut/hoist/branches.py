@@ -1,4 +1,4 @@
-"""How the factors of tails leave the branches of one conditional; `hoist` says why."""
+"""How the factors of tails leave the branches of one conditional. `hoist` says why they do."""
 
 from __future__ import annotations
 
@@ -38,17 +38,23 @@ def leave_branches(
     split: bool,
     together: bool,
 ) -> list[Any]:
-    """The results of a conditional, of which those of `leaving` that can are made outside of it.
+    """The results of the conditional `eqn` for the operands `ins`, with tails evaluated after it.
 
-    `index_varies` says whether the branch that is taken differs from example to example, `varies` which
-    operands do, and `together` whether several examples run at a time.
+    `branches` take the place of the equation's own branches. The results number `leaving` are needed
+    only by tails. If such a result can be made by tails in all branches, the branches hand out the
+    factors of these tails, and the result is made of them after the conditional.
+
+    `index_varies` says whether examples may take different branches, and `varies` which of the other
+    operands differ from example to example. `split` says whether the single contributions to sums are
+    asked for, and `together` whether several examples run at a time.
     """
     index, *operands = ins
     results = range(len(eqn.outvars))
     tails = [_tails_of_branch(branch, leaving, varies, split) for branch in branches]
 
-    # A result leaves the branches if it can in all of them, together with the others of its tails. If
-    # each example takes its own branch, constants would need a copy for each of them (`_constants`).
+    # A result leaves the branches if it can leave all of them, together with the other results of its
+    # tails. If examples may take different branches, the constants that `_constants` makes in the
+    # conditional would need a copy for every example, so tails with such constants stay.
     fixed = {
         k
         for branch, own in zip(branches, tails, strict=True)
@@ -100,12 +106,12 @@ def _constants(
     varies: Sequence[bool],
     ins: Sequence[Any],
 ) -> list[list[Any]]:
-    """The constants of all tails of all branches.
+    """The values of the constants of all tails of all branches.
 
-    The factors of a branch that is not taken are zeros, but its constants may be anything: W / sigma,
-    say, with sigma = 0. Zero times infinity is NaN. So the constants that depend on what the branch is
-    given are made in the conditional, and are ones where the branch is not taken: zero times one is
-    zero, and so is zero divided by one.
+    If a branch is not taken, the factors of its tails are zeros, but the constants may be anything, such
+    as W / sigma with sigma = 0, and zero times infinity is NaN. So the constants that depend on the
+    operands of the branch are made in the conditional, and are ones if the branch is not taken: zero
+    times one is zero, and so is zero divided by one.
     """
     index, *operands = ins
     guarded = [
@@ -143,7 +149,7 @@ def _constants(
 
 
 def _constants_from_inputs(branch: ClosedJaxpr, tail: Tail) -> list[Var]:
-    """The constants of a tail that depend on what its branch is given."""
+    """The constants of a tail that depend on the operands of its branch."""
     from_inputs = dependents(branch.jaxpr.eqns, branch.jaxpr.invars)
     return [v for v in tail.constants if v in from_inputs]
 
@@ -151,7 +157,7 @@ def _constants_from_inputs(branch: ClosedJaxpr, tail: Tail) -> list[Var]:
 def _tails_of_branch(
     branch: ClosedJaxpr, leaving: Sequence[int], varies: Sequence[bool], split: bool
 ) -> list[Tail]:
-    """The tails of a branch that make something other than zeros."""
+    """The tails of a branch for its results number `leaving`, without those that make only zeros."""
     inputs = itertools.compress(branch.jaxpr.invars, varies)
     walk = Walk.inside(branch.jaxpr, inputs, leaving, split=split)
     tails = walk.tails(range(len(leaving)), leaving)
@@ -159,4 +165,5 @@ def _tails_of_branch(
 
 
 def _can_leave(tail: Tail, together: set[int], split: bool) -> bool:
+    """Whether a tail may leave its branch, if the results number `together` leave the branches."""
     return can_leave(tail, split) and not tail.adds and together.issuperset(tail.params)

@@ -1,26 +1,29 @@
 """Between stages 1 and 2: sums over positions leave loops and branches.
 
-The weights of a recurrence are constants of a loop, and their gradient adds up in its carry. With x_l
-and d_l what is multiplied in round l of the loop,
+The weights of a recurrence are constants of a loop, and their gradient adds up in the loop's carry. With
+x_l and d_l the arrays that are multiplied in round l of the loop,
 
-    carry_l = carry_(l-1) + x_l^T d_l,     so that     g = carry_0 + sum_l x_l^T d_l:
+    carry_l = carry_(l-1) + x_l^T d_l,     so that     g = carry_0 + sum_l x_l^T d_l.
 
-the loop need not form the products. It hands out x_l and d_l, and its rounds become one more axis to sum
-over, in one product after the loop. The algebra is that of a sum over examples: the steps of a tail
-commute with it. A gradient that leaves a loop as an output [length, ...] is treated alike, without the
-sum, if it cannot be reduced inside (`_cut`): because it is mixed with others after the loop, or because
-one of the statistics wants it whole.
+So the loop need not form the products. It hands out x_l and d_l, and its rounds become one more axis to
+sum over, in one product after the loop. The algebra is that of a sum over examples: the steps of a tail
+commute with the sum. A gradient may also leave a loop as an output [length, ...]. Sometimes it cannot be
+reduced inside the loop (`cut`), because it is mixed with others after the loop or because one of the
+statistics needs it whole. Then the loop hands out its factors, too, and there is no sum over the rounds.
 
-The branches of a conditional hand out the factors of their tails in the same way. Those of the branches
-that are not taken are zeros, so that the gradient is the sum of what the tails of all branches make.
+The branches of a conditional hand out the factors of their tails, too. The factors of the branches that
+are not taken are zeros, so that the gradient is the sum of the gradients that the tails of all branches
+make.
 
-Equations that join the gradients of several parameters, after the sums that make them, are split.
+Some equations take the gradients of several parameters together, after the sums that make them. These
+equations are split, so that each gradient has its own.
 
-Only what is smaller than the gradient leaves. All else stays where it is, and the answer is the same.
-Where the single contributions to a sum are asked for, everything leaves, since every round of a loop
-contributes.
-Here the program is walked through, from the inside out; `loops` and `branches` do one loop or
-conditional.
+A tail leaves only if its factors are smaller than its gradients. All others stay where they are, and the
+answer is the same. If the single contributions to a sum are asked for, every tail leaves, since every
+round of a loop contributes.
+
+This file walks through the program, into loops and branches first; `loops` has what happens to one loop
+and `branches` what happens to one conditional.
 """
 
 from __future__ import annotations
@@ -56,10 +59,10 @@ from pergrad._trace import Program
 
 
 def hoist(program: Program, wanted: Wanted) -> Program:
-    """The same program with the factors of its tails outside of loops and branches.
+    """The same program, with the factors of its tails outside of loops and branches.
 
-    Where all statistics take a gradient in by parts, tails stay inside the loop that it leaves as an
-    output.
+    If a gradient leaves a loop as an output, and all its statistics take it in by parts (`wanted`), its
+    tails stay inside the loop.
     """
     if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in program.jaxpr.eqns):
         return program
@@ -69,7 +72,10 @@ def hoist(program: Program, wanted: Wanted) -> Program:
 
 
 def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
-    """The program that `walk` went through, hoisted; it takes and gives the same."""
+    """The program that `walk` went through, with the factors of its tails outside of loops and branches.
+
+    Inputs and outputs are those of `program`. `together` says whether several examples run at a time.
+    """
     jaxpr = program.jaxpr
     if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in jaxpr.eqns):
         return program
@@ -119,7 +125,11 @@ def _from_branches(walk: Walk, place: int, env: Env, together: bool) -> list[Any
 
 
 def _each_behind_its_own(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
-    """A barrier on several gradients becomes one on each, so that each has a tail of its own."""
+    """The results of a barrier on several gradients, as one barrier on each of them.
+
+    Then each gradient has a tail of its own. If the backbone needs one of the results, and the result
+    varies, the barrier stays.
+    """
     eqn, leaving = walk.eqns[place], walk.leaving[place]
     read_at_all = variables([*(v for e in walk.eqns for v in e.invars), *walk.grads, *walk.others])
     others = [v for k, v in enumerate(eqn.outvars) if k not in leaving]
@@ -130,10 +140,10 @@ def _each_behind_its_own(walk: Walk, place: int, env: Env, together: bool) -> li
 
 
 def _products_of_pieces(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
-    """Pieces of a product become products of pieces: (X^T D)[:, a:b] = X^T D[:, a:b].
+    """The results of a `split` of a product, as products of pieces: (X^T D)[:, a:b] = X^T D[:, a:b].
 
-    The weights of several layers that are joined, such as those of queries, keys and values, have
-    such gradients.
+    Such gradients belong to weights that are joined before they are used, such as those of queries, keys
+    and values. If it is not a product that is split, or not for gradients alone, the `split` stays.
     """
     eqn, leaving = walk.eqns[place], walk.leaving[place]
     axis, moves, made = eqn.params["axis"], [], _made_for(walk, eqn)
@@ -161,12 +171,12 @@ def _products_of_pieces(walk: Walk, place: int, env: Env, together: bool) -> lis
     return pieces
 
 
-# What may stand between a product and the equation that takes it to pieces.
+# The primitives that may stand between a product and the equation that splits it.
 PASSED_BY_PIECES = (primitives.transpose_p, _compat.optimization_barrier_p)
 
 
 def _made_for(walk: Walk, eqn: JaxprEqn) -> JaxprEqn | None:
-    """What makes the first operand of an equation, if nobody else needs it."""
+    """The equation that makes the first operand of `eqn`, if nothing but `eqn` reads this operand."""
     operand = eqn.invars[0]
     if isinstance(operand, Literal) or operand in variables([*walk.grads, *walk.others]):
         return None
@@ -174,17 +184,19 @@ def _made_for(walk: Walk, eqn: JaxprEqn) -> JaxprEqn | None:
     return walk.made_by.get(operand) if is_read_once else None
 
 
-# A rule is given the walk, the place of the equation, the values so far, and whether several examples
-# run at a time. It returns the results of the equation.
+# A rule gets the walk, the place of an equation, the values of the variables so far, and whether several
+# examples run at a time. It returns the results of the equation.
 Rule = Callable[[Walk, int, Env, bool], list[Any]]
 
 
+# The primitives that factors leave.
 RULES: dict[Primitive, Rule] = {
     **dict.fromkeys(LOOPS, _from_loop),
     primitives.cond_p: _from_branches,
 }
 
 
+# The primitives that are split, so that each gradient has its own.
 SPLITTING: dict[Primitive, Rule] = {
     _compat.optimization_barrier_p: _each_behind_its_own,
     _compat.split_p: _products_of_pieces,

@@ -1,4 +1,4 @@
-"""How the factors of tails leave one loop; `hoist` says why."""
+"""How the factors of tails leave one loop. The docstring of `hoist` says why they do."""
 
 from __future__ import annotations
 
@@ -37,27 +37,33 @@ def leave_loop(
     *,
     split: bool,
 ) -> list[Any]:
-    """The results of a loop, of which those of `leaving` that can are made outside of it.
+    """The results of a loop for the operands `ins`, with tails that are evaluated after the loop.
 
-    `varies` says which operands differ from example to example, `from_zero` which carries start at zero.
-    With `split` all leave that can, otherwise those that are made of less than they are.
+    The results number `leaving` are needed only by tails. As far as such a result is made by tails of
+    the loop's body, the loop hands out the factors of these tails, and the result is made of them after
+    the loop. With `split` all tails leave the loop, otherwise those whose factors are smaller than their
+    gradients. `varies` says which operands of the loop differ from example to example, and `from_zero`
+    which arrays of the carry start at zero.
     """
     return _Leaver(loop, leaving, varies, split).run(ins, from_zero)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What a round contributes to a result: an addend of a carry, or an output."""
+    """What one round contributes to the loop's result number `result`.
+
+    `value` is a variable of the body: it is added to the carry in every round, or it is the output.
+    """
 
     result: int
     value: Atom
 
 
 class _Leaver:
-    """A loop, and which pieces of its results are made outside.
+    """A loop, and the pieces of its results that are made outside of it.
 
-    Here all that changes from round to round counts as varying, so that what is constant in a tail is
-    constant in the loop.
+    The walk through the body takes all that changes from round to round for varying. So the constants of
+    a tail do not change from round to round.
     """
 
     def __init__(self, loop: Loop, leaving: Sequence[int], varies: Sequence[bool], split: bool) -> None:
@@ -97,6 +103,7 @@ class _Leaver:
         return bool(self._pieces_of(result, gone=True)) and not self._pieces_of(result, gone=False)
 
     def run(self, ins: Sequence[Any], from_zero: Sequence[bool]) -> list[Any]:
+        """The results of the loop; the arguments are those of `leave_loop`."""
         loop = self.loop
         consts, init, xs = loop.operands(ins)
         kept = [k for k in self.results if not self._is_made_outside(k)]
@@ -115,7 +122,7 @@ class _Leaver:
 
         ends, (outputs, stacked) = loop.run(body, [init[k] for k in kept_carry], xs)
 
-        # What does not change in the loop is made once, outside.
+        # Variables that do not change from round to round are computed once, outside of the loop.
         env = loop.env(consts, init, xs)
         evaluate_independent(self.body.eqns, env, self.moving)
         env |= dict(zip(handed_out, stacked, strict=True))
@@ -132,14 +139,20 @@ class _Leaver:
         return [out[k] for k in self.results]
 
     def _after(self, result: int, env: Env, before: dict[int, Any]) -> Any:
-        """A result of one round, without the pieces that are gone."""
+        """A result of one round, without the pieces that are made outside of the loop.
+
+        `before` has the carry before this round.
+        """
         if not self._pieces_of(result, gone=True):
             return read(env, self.body.outvars[result])
         rest = [read(env, self.pieces[i].value) for i in self._pieces_of(result, gone=False)]
         return sum(rest, before[result])
 
     def _make(self, tail: Tail, env: Env) -> list[tuple[int, jax.Array]]:
-        """The pieces that a tail makes, by place; in `env` what moves is [length, ...]."""
+        """The pieces that a tail makes for the whole loop, each with its place in `pieces`.
+
+        In `env` the variables that change from round to round are arrays [length, ...].
+        """
         is_sum = [self.pieces[i].result < self.loop.num_carry for i in tail.params]
         sums = self._sum(tail, env) if any(is_sum) else []
         stack = self._stack(tail, env) if not all(is_sum) else []
@@ -157,7 +170,7 @@ class _Leaver:
         still = [v for v in term.factors if v not in self.moving]
         if not still:
             return term.sum(env, 1)
-        if len(still) == len(term.factors):  # it counts `length` times
+        if len(still) == len(term.factors):  # the same term is added in every round
             return term.sum(env | {v: env[v][None] for v in still}, length)
         if isinstance(term, Product):  # sum_l x^T d_l = x^T sum_l d_l
             once = {v: env[v] if v in still else jnp.sum(env[v], axis=0) for v in term.factors}
@@ -167,16 +180,17 @@ class _Leaver:
     def _stack(self, tail: Tail, env: Env) -> list[jax.Array]:
         axes = [0 if v in self.moving else None for v in tail.factors]
         factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
-        if axes == [None] * len(axes):  # every round has the same
+        if axes == [None] * len(axes):  # the gradients are the same in every round
             same = tail.gradients(factors, constants)
             return [jnp.broadcast_to(g, (self.loop.length, *g.shape)) for g in same]
         return jax.vmap(lambda *factors: tail.gradients(factors, constants), in_axes=axes)(*factors)
 
 
 def _as_sum(loop: Loop, carry: int) -> tuple[list[Atom], list[JaxprEqn]] | None:
-    """The carry as a sum: what is added to it, and the additions.
+    """What is added to array number `carry` of the carry in one round, and the equations that add it.
 
-    It comes in, is used once, in an addition, and so on until it goes out.
+    None if the body does anything else with it: it must be read once, by an addition, whose result must
+    be read once, by an addition, and so on, until a result is the carry after the round.
     """
     body = loop.body.jaxpr
     readers = readers_of(body.eqns)

@@ -1,8 +1,8 @@
-"""Terms: the sums over positions at which a gradient program is cut, one file a kind.
+"""Terms: the sums over positions at which a gradient program is cut. Each kind of term has its own file.
 
-`TERMS` is the registry: for a primitive, how an equation of it is recognised as a term, given which of
-its operands vary from example to example. Without any entry every gradient is a `Total`, formed for
-each example: an entry can only make things cheaper.
+`TERMS` is the registry. For a primitive it has the function `match`, which makes a term of an equation,
+or returns None if the equation is no such term. Without any entry every gradient would be a `Total`,
+which is formed for each example: an entry can only make things cheaper.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,6 +22,8 @@ from pergrad._cut.terms.scatter import Slice as Slice
 from pergrad._cut.terms.total import Sum as Sum
 from pergrad._cut.terms.total import Total as Total
 
+# Makes a term of an equation, from the places of the operands that vary from example to example and from
+# the equation that makes each variable.
 Match = Callable[[JaxprEqn, Collection[int], Mapping[Var, JaxprEqn]], Term | None]
 
 TERMS: dict[Primitive, Match] = {
@@ -32,5 +34,5 @@ TERMS: dict[Primitive, Match] = {
     _compat.ragged_dot_general_p: Ragged.match,
 }
 
-# Where single contributions are asked for, plain sums are terms too.
+# If single contributions are asked for, plain sums are terms, too.
 SPLIT_TERMS: dict[Primitive, Match] = {primitives.reduce_sum_p: Sum.match}

@@ -1,4 +1,4 @@
-"""What every kind of term has."""
+"""What all kinds of terms have in common."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pergrad._ir import Env, Weights, evaluate
 
 @dataclasses.dataclass(frozen=True)
 class Term(abc.ABC):
-    """A sum over the positions of one example: where the gradient program is cut.
+    """A sum over the positions of one example, at which the gradient program is cut.
 
-    `out` is the sum, `factors` is what it is made of, as far as that differs from example to example.
+    `eqn` is the equation that takes the sum (None if the backbone makes the sum) and `out` its result.
+    `factors` are the variables that the sum is made of, as far as they differ from example to example.
     """
 
     eqn: JaxprEqn | None
@@ -27,7 +28,7 @@ class Term(abc.ABC):
     @property
     @abc.abstractmethod
     def kind(self) -> str:
-        """What the plan calls it."""
+        """The name that the plan has for this kind of term."""
 
     @property
     def size(self) -> int:
@@ -36,7 +37,7 @@ class Term(abc.ABC):
 
     @property
     def contributions(self) -> int:
-        """How many contributions are added up in one example; 1 for an outer product."""
+        """How many contributions the term of one example adds up; 1 for an outer product."""
         return 1
 
     @property
@@ -46,42 +47,51 @@ class Term(abc.ABC):
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it is zero outside of the rows that an example looked up."""
+        """Whether the term is zero outside of the rows that an example looked up."""
         return False
 
     @property
     def convolves(self) -> bool:
-        """Whether its sum over all examples is a convolution."""
+        """Whether the sum of the term over all examples is a convolution."""
         return False
 
     @property
     def why_formed(self) -> str | None:
-        """Why it has to be formed for every example, if no rule takes it apart."""
+        """Why the term has to be formed for every example, if no rule takes it apart; else None."""
         return None
 
     @property
     def why_no_derivative(self) -> str | None:
-        """Why its sum over examples cannot be differentiated by their weights; None if it can."""
+        """Why the sum over examples cannot be differentiated by their weights; None if it can."""
         return None
 
     @property
     def scratch(self) -> int:
-        """Bytes that forming one example's term takes beside the term itself."""
+        """How many bytes it takes to form one example's term, beside the term itself."""
         return 0
 
     def form(self, env: Env) -> None:
-        """Adds one example's term to `env`, which holds the factors."""
+        """Adds the value of one example's term to `env`, which has the values of the factors."""
         if self.eqn is not None:
             evaluate([self.eqn], env)
 
     @abc.abstractmethod
     def sum(self, env: Env, w: Weights) -> jax.Array:
-        """The term's weighted sum over examples, from factors [B, ...]; float32 at least."""
+        """The weighted sum of the term over examples, in float32 at least.
+
+        In `env` the factors are arrays [B, ...].
+        """
 
     @abc.abstractmethod
     def split(self, env: Env) -> list[jax.Array]:
-        """What each single contribution is made of, [B, contributions, ...], from factors [B, ...]."""
+        """The arrays [B, contributions, ...] that each single contribution is made of.
+
+        In `env` the factors are arrays [B, ...].
+        """
 
     @abc.abstractmethod
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """One contribution, shaped like the term, from its parts; float32 at least."""
+        """One contribution, shaped like the term, in float32 at least.
+
+        `parts` are the arrays of `split`, for one example and one contribution.
+        """

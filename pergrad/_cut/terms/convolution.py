@@ -4,18 +4,19 @@ With strides s, dilation d, and x already padded (and dilated itself),
 
     g[n, o, p] = sum over i, k of x[n, i, s p + d k] y[o, i, k].
 
-As the gradient of a kernel it has few positions p, those of the kernel, and many k, those of the
-layer's output; n are the layer's input features, o its output features, and i was its batch. Every p
-sees one strided slice of x. With these patches X_p, a row for each (i, k), it is the matrix product
+The gradient of a kernel has few positions p, those of the kernel, and many k, those of the layer's
+output; n are the layer's input features, o its output features, and i was its batch. Every p takes in
+one strided slice of x. With these slices, the patches X_p, which have a row for each (i, k), the
+convolution is the matrix product
 
     g_p = X_p^T Y
 
-of a dense layer: fast for one example, and still a product for many at a time, where the convolution
-would be one with as many groups as examples. Their sum is one ordinary convolution, with the examples
-as part of i, which is what `jax.grad` runs.
+of a dense layer. The product is fast for one example, and for many examples it is still a product, while
+the convolution would become one with as many groups as examples. The sum over examples is one ordinary
+convolution, with the examples as a part of i, which is what `jax.grad` runs.
 
-With G groups (a grouped or depthwise layer) n and o are split into G parts, of which the first meets
-the first, and so on: a batch axis of the product.
+With G groups (a grouped or depthwise layer) n and o are split into G parts each, and part j of n meets
+only part j of o. So the groups are a batch axis of the product.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut.terms._term import Term
 from pergrad._ir import Env, Weights, accumulation_dtype, distinct, product, read, weigh, weigh_factors
 
-MOST_POSITIONS = 128  # each is a copy of x in the patches
+MOST_POSITIONS = 128  # for each position p the patches have a copy of x
 
 
 @dataclasses.dataclass(frozen=True)
 class Convolution(Term):
+    """A `conv_general_dilated` of two arrays x and y that both differ from example to example."""
+
     eqn: JaxprEqn
 
     @property
@@ -52,6 +55,7 @@ class Convolution(Term):
     def match(
         eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
     ) -> Convolution | None:
+        """The term, if both operands vary and there are not too many positions p."""
         if len(varying) < 2 or eqn.params["feature_group_count"] > 1:
             return None
         term = Convolution(eqn, eqn.outvars[0], distinct(eqn.invars))
@@ -70,7 +74,7 @@ class Convolution(Term):
 
     @property
     def scratch(self) -> int:
-        """The patches."""
+        """How many bytes the patches of one example take."""
         x = aval(self.eqn.invars[0])
         features = x.shape[self.eqn.params["dimension_numbers"].lhs_spec[0]]
         return math.prod(self.positions) * self.contributions * features * x.dtype.itemsize
@@ -82,7 +86,7 @@ class Convolution(Term):
         env[self.out] = self._from_product(g)
 
     def _as_product(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of one example, X [p, (i, k), G, n] and Y [(i, k), G, o]."""
+        """The patches X [p, (i, k), G, n] and Y [(i, k), G, o] of one example."""
         dims, groups = self.eqn.params["dimension_numbers"], self.eqn.params["batch_group_count"]
         (n, *x_summed), (o, *y_summed) = dims.lhs_spec, dims.rhs_spec
         x, y = jnp.transpose(x, (*x_summed, n)), jnp.transpose(y, (*y_summed, o))
@@ -105,14 +109,18 @@ class Convolution(Term):
         return self._from_product(g)
 
     def _patches(self, x: jax.Array, sizes: Sequence[int]) -> jax.Array:
-        """X [p, i, k..., n] from x [i, spatial..., n], with as many k as `sizes` says."""
+        """The patches X [p, i, k..., n], from x [i, spatial..., n].
+
+        `sizes` says how many k there are along each spatial axis.
+        """
         params = self.eqn.params
         strides, dilations = params["window_strides"], params["rhs_dilation"]
         holes = [d - 1 for d in params["lhs_dilation"]]
         edges = [(lo, hi, hole) for (lo, hi), hole in zip(params["padding"], holes, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
-        # Along one axis after the other, the last first, which puts the positions in order. That takes
-        # as many slices as the kernel is high and wide together, each of which has to be compiled.
+        # The slices are taken along one axis after the other, the last axis first, which puts the
+        # positions p in order. So there are as many slices as the kernel's height and width together,
+        # and not their product. Every slice has to be compiled.
         for axis in reversed(range(len(sizes))):
             length, at = dilations[axis] * (sizes[axis] - 1) + 1, axis - len(sizes) - 1
             starts = [strides[axis] * p for p in range(self.positions[axis])]
@@ -128,10 +136,10 @@ class Convolution(Term):
         return self._convolution(*weigh_factors(x, y, w))
 
     def _convolution(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The sum over examples, from factors [B, ...].
+        """The sum over examples as one convolution, from factors [B, ...].
 
-        In XLA's own layout: any other is 10 times slower on the CPU where it stands in a loop, since
-        XLA rewrites convolutions to its own only outside of loops.
+        The convolution is in the layout that XLA prefers. In a loop on the CPU it would be 10 times
+        slower in any other layout, since XLA changes the layout of convolutions only outside of loops.
         """
         params = self.eqn.params
         n, i, *x_spatial = (a + 1 for a in params["dimension_numbers"].lhs_spec)

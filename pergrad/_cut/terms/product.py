@@ -4,27 +4,28 @@ For one example, with X its inputs and D its residuals, both with a row per posi
 
     g = sum_t X_t D_t^T = X^T D,
 
-a `dot_general` whose contracted axes are the positions. Over examples i the sum
-sum_i w_i X_i^T D_i is the same product with the examples as one more contracted axis. With one
-position g is an outer product, and an elementwise phi with phi(ab) = phi(a) phi(b) goes inside:
+a `dot_general` whose contracted axes are the positions. The sum over examples sum_i w_i X_i^T D_i is the
+same product, with the examples as one more contracted axis. If there is one position, g is an outer
+product, and an elementwise phi with phi(ab) = phi(a) phi(b) may be applied to its factors:
 
     sum_i w_i phi(X_i^T D_i) = sum_i w_i phi(X_i)^T phi(D_i).
 
-Inner products of two gradients do not need the gradients:
+The inner product of two gradients can be computed without them:
 
     <X^T D, Y^T E> = trace(D^T X Y^T E) = <X Y^T, D E^T>,
 
-with products over features in place of positions.
+where the products X Y^T and D E^T sum over features, not over positions.
 
-Squares and other powers of a large or small factor leave the range of floats, even if those of the
+Squares and other powers of a large or small factor may leave the range of floats, even if those of the
 product do not. So one factor is multiplied by a number s and the other is divided by it, such that both
-are about as large; s is a power of two, so nothing is rounded:
+become about equally large. As s is a power of two, nothing is rounded:
 
     x d^T = (s x) (d / s)^T      with      max |s x| ~ max |d / s| ~ sqrt(max |x d^T|).
 
-Each example has its own s (`balanced`), and for norms each position (`in_rows`). Squares of the factors
-then overflow only if those of the gradient do. With G the largest entry of an example's gradient, one
-whose square is below 1e-38 G may be lost in float32, and for G below 1 that is below the smallest float.
+Each example has its own s (`balanced`), and for norms each position has its own (`in_rows`). Squares of
+the factors then overflow only if those of the gradient do. With G the largest entry of an example's
+gradient, an entry whose square is below 1e-38 G may be lost in float32. If G is below 1, such a square
+is below the smallest float anyway.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from pergrad._ir import Env, Weights, accumulation_dtype, distinct, product, rea
 
 @dataclasses.dataclass(frozen=True)
 class Product(Term):
+    """A `dot_general` of two arrays X and D that both differ from example to example."""
+
     eqn: JaxprEqn
 
     @property
@@ -56,6 +59,7 @@ class Product(Term):
     def match(
         eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
     ) -> Product | None:
+        """The term, if both operands vary."""
         if len(varying) < 2:
             return None
         return Product(eqn, eqn.outvars[0], distinct(eqn.invars))
@@ -73,17 +77,18 @@ class Product(Term):
         return self.sum_of(*self.read(env), w)
 
     def read(self, env: Env) -> tuple[jax.Array, jax.Array]:
-        """X and D [B, ...], laid out as in the equation."""
+        """The factors X and D [B, ...], with their other axes as in the equation."""
         x, d = (read(env, v) for v in self.eqn.invars)
         return x, d
 
     def sum_of(self, x: jax.Array, d: jax.Array, w: Weights) -> jax.Array:
-        """sum_i w_i X_i^T D_i of factors [B, ...], kept in float32 at least."""
+        """sum_i w_i X_i^T D_i, in float32 at least, from factors [B, ...]."""
         dtype = accumulation_dtype(aval(self.out).dtype)
         if isinstance(w, jax.Array):
             x, d = weigh_factors(x.astype(dtype), d.astype(dtype), w)
             return self._product(x, d, dtype, examples=1)
-        # One weight for all goes where the fewest numbers are, but not into half-precision ones.
+        # If all examples have the same weight, the smallest of the two factors and the product is
+        # multiplied by it, but no half-precision factor is.
         if self.size <= min(x.size, d.size) or x.dtype != dtype:
             return weigh(self._product(x, d, dtype, examples=1), w)
         x, d = (weigh(x, w), d) if x.size <= d.size else (x, weigh(d, w))
@@ -108,7 +113,10 @@ class Product(Term):
         return product(x, d, (((), ()), (left[0], left[1])), dtype)
 
     def in_rows(self, env: Env) -> tuple[jax.Array, jax.Array]:
-        """X [B, batch, T, a] and D [B, batch, T, b], balanced, in float32 at least."""
+        """s X [B, batch, T, a] and D / s [B, batch, T, b], with an s for each position t.
+
+        Both are in float32 at least.
+        """
         dtype = accumulation_dtype(aval(self.out).dtype)
         contracted, batched = self.eqn.params["dimension_numbers"]
         rows = []
@@ -124,39 +132,39 @@ class Product(Term):
         return x * s, d * inverse
 
     def balanced(self, x: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """s x and d / s of factors [B, ...], with an s for every example, in float32 at least."""
+        """The factors s x and d / s [B, ...], in float32 at least, with an s for every example."""
         dtype = accumulation_dtype(aval(self.out).dtype)
         x, d = x.astype(dtype), d.astype(dtype)
         s, inverse = _balance(self._each(0, x, _largest), self._each(1, d, _largest))
         return x * self._along(0, x, s), d * self._along(1, d, inverse)
 
     def beside_zeros(self, x: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """For X and D [B, ...] whether the other factor of the same example has a zero."""
+        """Whether, for the same example, D has a zero (to go with X) and X has one (to go with D)."""
         x_zero, d_zero = (self._each(k, a == 0, jnp.any) for k, a in enumerate((x, d)))
         return self._along(0, x, d_zero), self._along(1, d, x_zero)
 
     def _each(self, operand: int, x: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
-        """`reduce` of a factor [B, ...] over all but examples and batch axes: [B, *batch]."""
+        """Reduces a factor [B, ...] over all axes but those of examples and batches, to [B, *batch]."""
         own = self._example_axes(operand)
         out = reduce(x, tuple(a for a in range(x.ndim) if a not in own))
         return out.transpose(np.argsort(np.argsort(own)))
 
     def _along(self, operand: int, x: jax.Array, each: jax.Array) -> jax.Array:
-        """Values [B, *batch] with axes of length 1 added, to go with a factor [B, ...]."""
+        """The array `each` [B, *batch], with axes of length 1 added, to go with the factor `x`."""
         own = self._example_axes(operand)
         shape = [n if a in own else 1 for a, n in enumerate(x.shape)]
         return each.transpose(np.argsort(own)).reshape(shape)
 
     def _example_axes(self, operand: int) -> tuple[int, ...]:
-        """The axes of a factor [B, ...] that the other one has too, but for those that are summed."""
+        """The axes of a factor [B, ...] that both factors have and that are not summed over."""
         _, batched = self.eqn.params["dimension_numbers"]
         return 0, *(a + 1 for a in batched[operand])
 
     def _product(self, x: Any, d: Any, dtype: Any, *, examples: int) -> jax.Array:
-        """X^T D of one example (`examples=0`) or summed over an example axis in front (1).
+        """X^T D of one example (`examples=0`), or its sum over an example axis in front (`examples=1`).
 
-        Contracted axes that are in front are merged into one, which is free. With several of them XLA
-        would copy an operand.
+        If the contracted axes come first in both factors, they are merged into one, which costs nothing.
+        With several contracted axes XLA would copy an operand.
         """
         (xc, dc), (xb, db) = self.eqn.params["dimension_numbers"]
         xc, dc = ((*range(examples), *(a + examples for a in axes)) for axes in (xc, dc))
@@ -169,15 +177,15 @@ class Product(Term):
 
 
 def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The largest magnitude along these axes, a constant for whoever differentiates."""
+    """The largest magnitude along these axes, as a constant for derivatives."""
     return jnp.max(jnp.abs(lax.stop_gradient(x)), axis=axes, initial=0)
 
 
 def _balance(x: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """s and 1/s, powers of two, such that s x and d / s are about equal; both are not negative.
+    """The powers of two s and 1/s for which s x and d / s are about equal. `x` and `d` are not negative.
 
-    If one of them is 0, the other becomes about 1; if one is not finite, s is 1. Powers of two are made
-    of the bits of their exponent.
+    If one of the two is 0, the other becomes about 1. If one of them is not finite, s is 1. The powers
+    of two are made from the bits of their exponents.
     """
     info = jnp.finfo(x.dtype)
     bits, bias = jnp.dtype(f"int{info.bits}"), info.maxexp - 1
@@ -196,7 +204,10 @@ def _balance(x: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def axes_of_product(eqn: JaxprEqn) -> list[tuple[int | None, int | None]]:
-    """For each axis of a product, the axis of either operand that it is, or None if it is not."""
+    """For each axis of a product, the axis of the first and of the second operand that it comes from.
+
+    An axis that comes from one operand alone has None for the other.
+    """
     contracted, batched = eqn.params["dimension_numbers"]
     axes: list[tuple[int | None, int | None]] = list(zip(*batched, strict=True))
     for side, v in enumerate(eqn.invars):

@@ -1,11 +1,11 @@
-"""A ragged product: each group of positions has a matrix of its own, as tokens have experts.
+"""A ragged product: each group of positions has its own matrix, as the tokens of each expert do.
 
 The positions of one example are sorted by group, and s_e of them belong to group e:
 
     y_t = x_t W_e      with e the group of t,     so that     g_e = sum over t in group e of x_t d_t^T,
 
-a `ragged_dot_general` whose ragged axis is contracted. Over examples the sum is the same product with
-the positions of all of them in one row, sorted by group again.
+a `ragged_dot_general` whose ragged axis is contracted. The sum over examples is the same product, with
+the positions of all examples one behind the other and sorted by group again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from pergrad._ir import (
 
 @dataclasses.dataclass(frozen=True)
 class Ragged(Term):
+    """A `ragged_dot_general` of two arrays x and d that both differ from example to example."""
+
     eqn: JaxprEqn
 
     @property
@@ -46,6 +48,7 @@ class Ragged(Term):
 
     @staticmethod
     def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Ragged | None:
+        """The term, if x and d vary and the product has no axes but positions and features."""
         x, d, sizes = eqn.invars[:3]
         plain = all(len(aval(v).shape) == n for v, n in ((x, 2), (d, 2), (sizes, 1)))
         if not plain or not sums_over_groups(eqn) or not {0, 1} <= set(varying):
@@ -58,7 +61,7 @@ class Ragged(Term):
 
     @property
     def _positions(self) -> tuple[int, int]:
-        """The ragged axis of x and of d."""
+        """The numbers of the ragged axis in x and in d."""
         ((x_axis,), (d_axis,)), _ = self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
         return x_axis, d_axis
 
@@ -95,7 +98,7 @@ class Ragged(Term):
         return x, d, sizes
 
     def _product(self, x: Any, d: Any, sizes: Any, dtype: Any) -> jax.Array:
-        """g of positions in rows: x [T, a], d [T, b] -> [groups, a, b]."""
+        """The gradient [groups, a, b], from x [T, a] and d [T, b]."""
         return lax.ragged_dot_general(
             x,
             d,
@@ -107,13 +110,19 @@ class Ragged(Term):
 
 
 def _groups(sizes: jax.Array, positions: int) -> jax.Array:
-    """The group of every position [B, positions]; those behind the last group are in none."""
+    """The group of every position, as an array [B, positions], from sizes [B, groups].
+
+    Positions behind the last group belong to none, and have the number of groups.
+    """
     ends = jnp.cumsum(sizes, axis=1)
     return jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(positions), "right"))(ends)
 
 
 def sums_over_groups(eqn: JaxprEqn) -> bool:
-    """Whether the ragged axis is contracted, so that every group has a matrix as its result."""
+    """Whether the ragged axis alone is contracted, so that the result has a matrix for every group.
+
+    There must be no batch axes and no group offset.
+    """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (x_contracted, _), (x_batch, _) = numbers.dot_dimension_numbers
     alone = tuple(x_contracted) == tuple(numbers.lhs_ragged_dimensions) and not x_batch

@@ -4,9 +4,9 @@ For one example with N lookups of rows k_1, ..., k_N of a table and their cotang
 
     g[k] = sum over n with k_n = k of U_n,
 
-so of all rows of g at most N are not zero. `Rows` brings an example into that form, with equal k
-added up: as many rows as lookups, of which the first of every k holds the sum and the others are
-empty. From there an elementwise statistic costs N rows per example and never the table.
+so that at most N rows of g are not zero. `Rows` has the gradient in that form: as many rows as there are
+lookups. The first of the rows with the same k has the sum of their cotangents, and the others are zero.
+An elementwise statistic that starts from these rows costs N rows per example, and never a table.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from pergrad._ir import Env, Weights, accumulation_dtype, distinct, read, weigh,
 
 
 class Rows(NamedTuple):
-    """What is not zero in B examples' gradients: `values` [B, N, ...], `keys` and `first` [B, N].
+    """The rows of the gradients of B examples that are not zero, for N lookups in each example.
 
-    A key counts through the table's indexed axes; a lookup outside the table has the key `table`.
+    `keys` [B, N] are the places of the rows in the table, counted through the table's indexed axes. A
+    lookup outside the table has the number of rows of the table as its key. `values` [B, N, ...] are the
+    rows. `first` [B, N] says whether a row is the first of its example with its key. Such a row has the
+    sum over all lookups with this key, and the other rows with this key are zero.
     """
 
     keys: jax.Array
@@ -40,7 +43,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(keys: jax.Array, values: jax.Array) -> Rows:
-        """From keys [B, N] and values [B, N, ...], with those of equal keys added up."""
+        """The rows of lookups with keys [B, N] and values [B, N, ...]. Values of equal keys add up."""
         slots = jax.vmap(_first_of_equals)(keys)
         values = jax.vmap(lambda v, slot: jnp.zeros_like(v).at[slot].add(v))(values, slots)
         return Rows(keys, values, slots == jnp.arange(keys.shape[1])[None])
@@ -59,7 +62,7 @@ class Lookup(Term):
     @property
     @abc.abstractmethod
     def indexed(self) -> tuple[int, ...]:
-        """The axes of the table that are looked up along; the others make up a row."""
+        """The axes of the table that an index selects from; the other axes make up a row."""
 
     @abc.abstractmethod
     def why_not_rows(self) -> str | None:
@@ -67,27 +70,30 @@ class Lookup(Term):
 
     @abc.abstractmethod
     def keys_and_values(self, env: Env) -> tuple[jax.Array, jax.Array]:
-        """Keys [B, N] and cotangents [B, N, row] of all lookups, equal keys not yet added up.
+        """The keys [B, N] and the cotangents [B, N, row] of all lookups.
 
-        The cotangent of a lookup outside the table is 0, whatever it was: it belongs to no row.
+        The cotangents of equal keys are not added up yet. The cotangent of a lookup outside the table
+        belongs to no row, so it is 0 here, even if it is not finite in the program.
         """
 
     @property
     def window(self) -> tuple[int, ...]:
+        """The axes of the table that make up a row."""
         return tuple(a for a in range(len(aval(self.out).shape)) if a not in self.indexed)
 
     @property
     def table(self) -> int:
-        """How many rows there are."""
+        """How many rows the table has."""
         return math.prod(self.sizes(self.indexed))
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What tables have in common if the rows of one may be taken for rows of the other."""
+        """A description of the table. Rows of two tables may be mixed if it is equal for both."""
         table = aval(self.out)
         return table.shape, self.indexed, accumulation_dtype(table.dtype)
 
     def sizes(self, axes: Collection[int]) -> tuple[int, ...]:
+        """The sizes of these axes of the table."""
         return tuple(aval(self.out).shape[a] for a in axes)
 
     def split(self, env: Env) -> list[jax.Array]:
@@ -99,7 +105,7 @@ class Lookup(Term):
         return self.to_table(key[None, None], value[None, None, None])[0]
 
     def to_table(self, keys: jax.Array, values: jax.Array) -> jax.Array:
-        """Adds up `values` [B, N, S, row] at their keys: S arrays shaped like the term, in front."""
+        """S tables, each shaped like the term, in which `values` [B, N, S, row] add up at their keys."""
         size, n, s, *row = values.shape
         table = jnp.zeros((self.table, s, *row), values.dtype)
         table = table.at[keys.reshape(-1)].add(values.reshape(size * n, s, *row), mode="drop")
@@ -107,13 +113,13 @@ class Lookup(Term):
         return table.transpose(0, *_shift(np.argsort([*self.indexed, *self.window])))
 
     def at(self, table: jax.Array, keys: jax.Array) -> jax.Array:
-        """The rows of an array shaped like the term, for every key: [B, N, row]."""
+        """The rows [B, N, row] that `table`, an array shaped like the term, has at these keys [B, N]."""
         table = table.transpose(*self.indexed, *self.window)
         table = table.reshape(self.table, *self.sizes(self.window))
         return table.at[keys].get(mode="fill", fill_value=0)
 
     def keys(self, indices: Sequence[jax.Array]) -> jax.Array:
-        """The key of every lookup from its index along each of the indexed axes."""
+        """The key of every lookup, from an array of indices for each of the indexed axes."""
         keys, inside = jnp.zeros((), jnp.int32), jnp.ones((), bool)
         for index, size in zip(indices, self.sizes(self.indexed), strict=True):
             keys = keys * size + index.astype(jnp.int32)
@@ -123,7 +129,7 @@ class Lookup(Term):
 
 @dataclasses.dataclass(frozen=True)
 class Scatter(Lookup):
-    """`scatter-add`, what indexing, `take` and `take_along_axis` leave behind."""
+    """A `scatter-add`, the derivative of indexing, `take` and `take_along_axis`."""
 
     @property
     def kind(self) -> str:
@@ -133,6 +139,7 @@ class Scatter(Lookup):
     def match(
         eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]
     ) -> Scatter | None:
+        """The term, if the indices vary and the updates are added to zeros."""
         if 1 not in varying or not is_zero(eqn.invars[0], made_by):
             return None
         return Scatter(eqn, eqn.outvars[0], distinct(eqn.invars[i] for i in varying))
@@ -173,7 +180,7 @@ class Scatter(Lookup):
     def split(self, env: Env) -> list[jax.Array]:
         if self.why_not_rows() is None:
             return super().split(env)
-        # All lookups of the example, with the cotangents of all but one set to 0.
+        # A contribution has all lookups of its example, with the cotangents of all but one set to 0.
         indices, updates = self._read(env)
         dims, n = self.eqn.params["dimension_numbers"], self.contributions
         lookups = [a for a in range(updates.ndim - 1) if a not in dims.update_window_dims]
@@ -194,8 +201,9 @@ class Scatter(Lookup):
         return lax.scatter_add(zeros, indices, updates, dims, mode=self._mode)
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
-        # The examples are one more axis of lookups. Their weights may be differentiated by, for inner
-        # products; then what is dropped is multiplied by 0, so it has to be finite.
+        # The examples are one more axis of lookups. For inner products the sum is differentiated by the
+        # weights of the examples. The derivative multiplies the updates that are dropped by 0, so they
+        # have to be finite.
         indices, updates = self._read(env)
         if isinstance(w, jax.Array):
             updates = self._without_dropped(indices, updates)
@@ -209,17 +217,17 @@ class Scatter(Lookup):
 
     @property
     def _clips(self) -> bool:
-        """Whether an index out of range means the nearest that is in range, or nothing at all."""
+        """Whether an index out of range means the nearest row; if not, it means no row at all."""
         return self.eqn.params["mode"] == lax.GatherScatterMode.CLIP
 
     @property
     def _mode(self) -> lax.GatherScatterMode:
-        """The equation's mode, or the one that does the same and has a transpose that does."""
+        """A mode that does what the equation's mode does, and whose transpose in JAX does so, too."""
         modes = lax.GatherScatterMode
         return modes.CLIP if self._clips else modes.FILL_OR_DROP
 
     def _without_dropped(self, indices: jax.Array, updates: jax.Array) -> jax.Array:
-        """The updates [B, ...] with 0 for those that the scatter drops, whatever they were."""
+        """The updates [B, ...], with 0 for those that the scatter drops, even if they are not finite."""
         if self._clips:
             return updates
         dims, table = self.eqn.params["dimension_numbers"], aval(self.out).shape
@@ -233,7 +241,7 @@ class Scatter(Lookup):
         return jnp.where(jnp.expand_dims(inside, windows), updates, 0)
 
     def _read(self, env: Env) -> tuple[jax.Array, jax.Array]:
-        """Indices and updates with the example axis in front, updates in float32 at least."""
+        """The indices and the updates, both [B, ...], with the updates in float32 at least."""
         _, indices, updates = (read(env, v) for v in self.eqn.invars)
         updates = with_example_axis(updates, self.eqn.invars[2] in self.factors, len(indices))
         return indices, updates.astype(accumulation_dtype(aval(self.out).dtype))
@@ -241,7 +249,10 @@ class Scatter(Lookup):
 
 @dataclasses.dataclass(frozen=True)
 class Slice(Lookup):
-    """`dynamic_update_slice` onto zeros, what `dynamic_slice` leaves behind: neighbouring lookups."""
+    """A `dynamic_update_slice` onto zeros, the derivative of `dynamic_slice`.
+
+    It is a lookup of neighbouring rows.
+    """
 
     @property
     def kind(self) -> str:
@@ -249,6 +260,7 @@ class Slice(Lookup):
 
     @staticmethod
     def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Slice | None:
+        """The term, if the place of the slice varies and the slice is written onto zeros."""
         table, part, *_ = (aval(v).shape for v in eqn.invars)
         moves = any(i >= 2 for i in varying) and table != part
         if not moves or not is_zero(eqn.invars[0], made_by):
@@ -291,7 +303,7 @@ class Slice(Lookup):
 
 
 def _as_wide_index(index: jax.Array) -> jax.Array:
-    """The index in a type that holds the number of rows."""
+    """The index in an integer type that can hold the number of rows."""
     return index.astype(jnp.promote_types(index.dtype, jnp.int32))
 
 
@@ -300,12 +312,12 @@ def _is_from_zero_to(last: int, index: jax.Array) -> jax.Array:
 
 
 def _shift(axes: Collection[int]) -> tuple[int, ...]:
-    """The same axes, behind the example axis."""
+    """The numbers that these axes have when an example axis is put in front."""
     return tuple(int(a) + 1 for a in axes)
 
 
 def _first_of_equals(keys: jax.Array) -> jax.Array:
-    """For each entry of `keys` [N] the place of the first entry equal to it."""
+    """For each entry of `keys` [N], the place of the first entry that is equal to it."""
     n = keys.shape[0]
     order = jnp.argsort(keys, stable=True)
     ordered = keys[order]

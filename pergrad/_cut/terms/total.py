@@ -1,8 +1,8 @@
 """A plain sum over positions (a bias, a norm's scale), and any value that no rule takes apart.
 
-The sum stays in the backbone, where it is formed for every example: it is smaller than what it sums.
-So the term is the value itself, and its only factor: a `Total`. Where its single contributions are asked
-for, the sum is a term with what it sums as its factor: a `Sum`.
+Such a sum stays in the backbone, where it is formed for every example, because the sum is smaller than
+its operand. So the term is a `Total`: its value is its only factor. If the single contributions to the
+sum are asked for, the term is a `Sum`, whose factor is the array that is summed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pergrad._ir import Env, Is, Weights, accumulation_dtype, those_that_are, we
 
 @dataclasses.dataclass(frozen=True)
 class Total(Term):
-    """`made_by` is the equation of the backbone that makes the value, if there is one.
+    """A value that the backbone makes for every example.
 
-    `origin` says in words what made its entries.
+    `made_by` is the equation of the backbone that makes the value, if there is one. `origin` says in
+    words which primitive made its entries.
     """
 
     made_by: JaxprEqn | None = None
@@ -37,6 +38,7 @@ class Total(Term):
 
     @staticmethod
     def of(value: Var, made_by: JaxprEqn | None, origin: str) -> Total:
+        """The term whose only factor is its value."""
         return Total(None, value, (value,), made_by, origin)
 
     @property
@@ -49,6 +51,7 @@ class Total(Term):
 
     @property
     def is_sum(self) -> bool:
+        """Whether the backbone makes the value with a plain sum."""
         return self.made_by is not None and self.made_by.primitive is primitives.reduce_sum_p
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
@@ -63,7 +66,7 @@ class Total(Term):
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Term):
-    """The sum over the axes `axes` of its factor, which may be taken in several equations."""
+    """The sum of an array over its axes `axes`, which several equations may take one after the other."""
 
     eqn: JaxprEqn
     axes: tuple[int, ...]
@@ -74,7 +77,9 @@ class Sum(Term):
 
     @staticmethod
     def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Sum | None:
-        # From this sum back to the first one, through what leaves the axes as they are but for ones.
+        """The term of a chain of sums that ends with `eqn`; None if no axis longer than 1 is summed."""
+        # The chain goes back from `eqn` to the first sum, through equations that are sums themselves or
+        # that only add or drop axes of length 1.
         chain = [eqn]
         while (before := made_by.get(_operand(chain[-1]))) is not None and _keeps_or_sums_axes(before):
             chain.append(before)
@@ -82,10 +87,10 @@ class Sum(Term):
             chain.pop()
         factor = _operand(chain[-1])
         kept = _long_axes(aval(factor).shape)
-        for step in reversed(chain):
-            if _is_sum(step):
-                here = _long_axes(aval(step.invars[0]).shape)
-                stays = [a not in step.params["axes"] for a in here]
+        for link in reversed(chain):
+            if _is_sum(link):
+                here = _long_axes(aval(link.invars[0]).shape)
+                stays = [a not in link.params["axes"] for a in here]
                 kept = list(itertools.compress(kept, stays))
         axes = tuple(a for a in _long_axes(aval(factor).shape) if a not in kept)
         return Sum(eqn, eqn.outvars[0], (factor,), axes) if axes else None
@@ -117,7 +122,7 @@ def _is_sum(eqn: JaxprEqn) -> bool:
 
 
 def _keeps_or_sums_axes(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a sum, or leaves all entries where they are but for axes of length 1."""
+    """Whether an equation is a sum, or only adds or drops axes of length 1 (or casts)."""
     if _is_sum(eqn):
         return True
     if eqn.primitive not in KEEPING or isinstance(eqn.invars[0], Literal):
@@ -136,4 +141,5 @@ KEEPING = those_that_are(Is.IN_ORDER)
 
 
 def _long_axes(shape: Sequence[int]) -> list[int]:
+    """The axes that are not of length 1."""
     return [a for a, n in enumerate(shape) if n != 1]
