@@ -1,11 +1,15 @@
 """How fast each kind of device is: the rates from which the plan computes the price of a strategy.
 
 The rates are rough on purpose. The prices that the plan compares differ by factors, not by percents.
+They stand in `rates.json`, each kind of device with where its rates come from, "measured" or "assumed".
+`pergrad bench --rates` measures the rates of the machine that it runs on, and writes such a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
+import json
 import math
 
 import jax
@@ -32,69 +36,34 @@ class Backend:
     without. `stream_size` is how many bytes the gradients made by one batched product may take; it is 0
     where products should not be batched. `working_set` is how many bytes the activations of one
     microbatch may take.
+
+    The file leaves out the last three fields where they make no difference, which is if they are
+    infinite.
     """
 
     name: str
     product_rate: float
     batched_rate: float
     convolution_rate: float
-    looped_convolution_rate: float
     memory_rate: float
     cache_rate: float
     cache_size: float
-    fresh_rate: float
-    kept_size: float
     example_axis: float
     loop_step: float
     equation: float
     stream_size: float
     working_set: float
+    looped_convolution_rate: float = math.inf
+    fresh_rate: float = math.inf
+    kept_size: float = math.inf
 
 
-BACKENDS = {
-    # Measured on two cores. A batched product is slow there. If a program takes more temporary memory
-    # than malloc keeps, the memory is paged in again for every run.
-    "cpu": Backend(
-        name="cpu",
-        product_rate=2e11,
-        batched_rate=1e10,
-        looped_convolution_rate=3e9,
-        convolution_rate=3e10,  # measured: 0.9e10 to 7e10, for kernels of the benchmark's CNN and ResNet
-        memory_rate=2e10,
-        cache_rate=6e10,
-        cache_size=6.4e7,
-        fresh_rate=4e9,
-        kept_size=2**25,
-        example_axis=1.25,
-        loop_step=1e-5,
-        equation=1e-6,
-        stream_size=0,
-        working_set=1e10,
-    ),
-    # Not measured. Batched products run at the full rate; loops should have few and large rounds.
-    "gpu": Backend(
-        name="gpu",
-        product_rate=5e13,
-        batched_rate=5e13,
-        convolution_rate=5e13,
-        looped_convolution_rate=math.inf,
-        memory_rate=1e12,
-        cache_rate=1e12,
-        cache_size=4e7,
-        fresh_rate=math.inf,
-        kept_size=math.inf,
-        example_axis=1.25,
-        loop_step=2e-5,
-        equation=5e-6,
-        stream_size=2.56e8,
-        working_set=1e10,
-    ),
-}
+def read_rates(text: str) -> dict[str, Backend]:
+    """The kinds of devices in a file of rates, by name."""
+    return {kind: Backend(name=kind, **entry["rates"]) for kind, entry in json.loads(text).items()}
 
 
-BACKENDS["tpu"] = dataclasses.replace(
-    BACKENDS["gpu"], name="tpu", product_rate=1e14, batched_rate=1e14, convolution_rate=1e14
-)
+BACKENDS = read_rates(importlib.resources.files("pergrad._ir").joinpath("rates.json").read_text("utf-8"))
 
 
 # The share of an accelerator's memory that the activations of a microbatch may take.
