@@ -1,9 +1,9 @@
-"""Around the four stages: what users call, their arguments, and their results.
+"""Around the four stages: the functions that users call, their arguments, and their results.
 
-In reading order: `api` (the public functions), `request` (their options, checked), `wrap` (the functions
-that users get back), `arguments` (the role of each argument), `call` (one call: the four stages),
-`results` (what comes out), `mesh` and `spmd` (one call on several devices), `check` (whether the loss is
-a mean over examples).
+In reading order: `api` (the public functions), `request` (checks their options), `wrap` (gives the
+functions that users get back a name and a signature), `arguments` (the role of each argument), `call`
+(runs the four stages for one call), `results` (makes the results), `mesh` and `spmd` (one call on
+several devices), `check` (tests whether a loss is a mean over examples).
 """
 
 from pergrad._call.api import explain as explain

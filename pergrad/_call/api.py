@@ -1,4 +1,4 @@
-"""What users call. `_call` checks and flattens, and takes the four steps trace, cut, plan, run."""
+"""The public functions. Each checks its options, and returns a function that makes the calls."""
 
 from __future__ import annotations
 
@@ -28,47 +28,48 @@ def value_and_stats(
     """Turns a loss into a function that returns its value and statistics of per-example gradients.
 
     It is like `jax.value_and_grad`, and also tells how the gradient differs from example to example. The
-    function it returns is pure and can be jitted, scanned over and differentiated.
+    function that it returns is pure and can be jitted, scanned over and differentiated.
 
     Args:
-      fun: the training loss, as it is: a function that returns a scalar, the mean over the examples that
-        it is given. `pg.check` tells whether it is such a mean.
+      fun: the unmodified training loss: a function that returns a scalar, which is the mean over the
+        examples of its batch. `pg.check` tells whether it is such a mean.
       stats: statistics (`pg.Mean`, `pg.Variance`, ...) in any pytree; the result has the same tree.
       argnums: the argument or arguments to differentiate, as in `jax.grad`. A statistic's result is a
         tree like that argument, or a tuple of trees.
       batch_argnums: the arguments whose leaves carry the example axis in front: `(1, 2)` for
         `loss(params, x, y)`.
       has_aux: whether `fun` returns `(loss, aux)`.
-      keep_batch_dim: True: `fun` is applied to batches of one. False: to one example, whose leaves
-        have no example axis.
+      keep_batch_dim: if True, `fun` is applied to batches of one example. If False, `fun` is applied to
+        one example, whose leaves have no example axis.
       rng_argnums: arguments whose leaves are PRNG keys, typed or raw. Example i of B gets
-        `jax.random.split(key, B)[i]`. What it draws depends on that key alone: numbers of `rbg` and
-        `unsafe_rbg` keys, for which `jax.vmap` does not hold to that, are drawn in a loop over examples.
-      shared_argnums: arguments that are the same for all examples although they do not look like it:
-        their leading axis is as long as the batch, or they hold PRNG keys. Such an argument is refused
-        unless `batch_argnums`, `rng_argnums` or `shared_argnums` names it. All other arguments are the
-        same for all examples, too, and need not be named.
+        `jax.random.split(key, B)[i]`, and its random numbers depend on that key alone. `jax.vmap` does
+        not ensure that for `rbg` and `unsafe_rbg` keys, so their numbers are drawn in a loop over
+        examples.
+      shared_argnums: arguments that are the same for all examples, although their leading axis is as
+        long as the batch or they hold PRNG keys. Such an argument is refused unless `batch_argnums`,
+        `rng_argnums` or `shared_argnums` names it. All other arguments are the same for all examples as
+        well, and need not be named.
       microbatch_size: how many examples go through the model at a time, on each device: None for all, a
-        number, or `"auto"`. Any size gives the same result.
+        number, or `"auto"` for the size that is estimated to be fastest. Any size gives the same result.
       spmd_axis_name: the axis or axes of the mesh (`jax.set_mesh`) over which the batch is sharded. Each
         device then works on its own examples, and only finished statistics travel. The numbers are the
-        same as without it. Results with an example axis are sharded along that axis, and results shaped
+        same as without it. Per-example results are sharded along the example axis, and results shaped
         like the parameters are sharded like the parameters. The number of examples must be a multiple
         of the number of devices: pad the batch with examples whose weight is 0. A `Fold` needs a
         `merge`. For a `Gram` the devices exchange the saved inputs and residuals of all layers.
-      strategy: `"auto"` takes the cheapest strategy for every parameter. The name of a strategy, such as
-        `"materialise"` (the plain reference) or `"streamed:8"` (eight examples at a time), is used
-        wherever that strategy applies, for comparison.
+      strategy: `"auto"` chooses the cheapest strategy for every parameter. The name of a strategy, such
+        as `"materialise"` (the plain reference) or `"streamed:8"` (eight examples at a time), uses that
+        strategy wherever it applies, for comparison.
 
     Returns:
-      A function with `fun`'s signature plus `example_weights=None`: weights [B], at least 0, read as
-      counts. An example with weight 2 counts as if it were there twice; weight 0 is for padding, which
-      counts for nothing even if its gradient is NaN. Weights that are all 0 are refused; under `jit`,
-      where their values are not known, they give NaN. With a `pg.Dot` among the statistics the function
-      takes one more keyword, `direction`.
+      A function with `fun`'s signature plus the keyword `example_weights=None`. The weights are [B], at
+      least 0, and are read as counts. An example with weight 2 counts as if it were in the batch twice.
+      An example with weight 0 is padding, which counts for nothing even if its gradient is NaN. Weights
+      that are all 0 are refused; under `jit`, where their values are not known, they give NaN. With a
+      `pg.Dot` among the statistics the function takes one more keyword, `direction`.
 
       The function returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`. `value` is the
-      weighted mean loss, and `aux` has an example axis in front of what `fun` returns for one example.
+      weighted mean loss. `aux` is what `fun` returns for one example, with an example axis in front.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> stats_fn = pg.value_and_stats(loss, {"mean": pg.Mean(), "variance": pg.Variance()})
@@ -113,9 +114,9 @@ def grad_stats(
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
 ) -> Callable[..., Any]:
-    """As `value_and_stats`, with the same options, without the value.
+    """The same as `value_and_stats`, with the same options, but without the value.
 
-    The function returns `stats`, or `(stats, aux)` with `has_aux`, as `jax.grad` does.
+    The function that it returns gives `stats`, or `(stats, aux)` with `has_aux`, as `jax.grad` does.
 
     >>> loss = lambda w, x: jnp.mean(w * x)
     >>> pg.grad_stats(loss, [pg.Mean(jnp.sign), pg.Count()])(jnp.float32(1), jnp.array([3.0, -1.0]))
@@ -157,9 +158,10 @@ def explain(
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
 ) -> Callable[..., Plan]:
-    """The plan that `value_and_stats` with the same options would follow. Print it.
+    """Turns a loss into a function that returns the plan of `value_and_stats` with the same options.
 
-    The function takes the same arguments, or `jax.ShapeDtypeStruct`s in their place, and runs nothing.
+    The function takes the same arguments, or `jax.ShapeDtypeStruct`s in their place. It does not run the
+    loss. Print the `pg.Plan` that it returns.
 
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> plan = pg.explain(loss, pg.Mean(jnp.square))(jnp.ones((3, 2)), jnp.ones((8, 3)))

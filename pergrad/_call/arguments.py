@@ -1,10 +1,10 @@
-"""Which argument of a call has which role, and what can be wrong with those that have none.
+"""The role of each argument of a call, and what can be wrong with an argument that has no role.
 
-An argument without a role is the same for all examples. That is right for a learning rate or a model's
-frozen state. It is wrong for labels beside the inputs (every example would meet all labels), and for a
-PRNG key (every example would get the same dropout mask). Neither can be told from the loss, and both can
-be told from the arguments: labels are as long as the batch, and keys have a dtype of their own. So such
-arguments are refused unless the request says, with `shared_argnums`, that they are meant.
+An argument without a role is the same for all examples. That is right for a learning rate or the frozen
+state of a model. It is wrong for labels (every example would meet the labels of all examples), and for a
+PRNG key (every example would get the same dropout mask). The loss does not show such a mistake, but the
+arguments do: labels are as long as the batch, and keys have a dtype of their own. So such arguments are
+refused unless the request names them in `shared_argnums`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pergrad._errors import ArgumentError
 
 
 class Roles(NamedTuple):
-    """The places of the arguments of each role, counted from the front."""
+    """The numbers of the arguments that have each role, counted from the front."""
 
     argnums: tuple[int, ...]
     batch_argnums: tuple[int, ...]
@@ -29,7 +29,7 @@ class Roles(NamedTuple):
 
 
 def roles_of(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Roles:
-    """The roles that the request gives to these arguments; each argument has one at most."""
+    """The roles that the request gives to these arguments. An argument has one role at most."""
     roles = Roles(*(places(name, getattr(request, name), args, kwargs) for name in Roles._fields))
     seen: dict[int, str] = {}
     for name, numbers in zip(Roles._fields, roles, strict=True):
@@ -46,7 +46,7 @@ def roles_of(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def places(
     name: str, argnums: ArgNums, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """The argument numbers that the option `name` gives, counted from the front."""
+    """The value `argnums` of the option `name`, as argument numbers that count from the front."""
     numbers, n = as_tuple(argnums), len(args)
     if all(-n <= number < n for number in numbers):
         return tuple(number % n for number in numbers)
@@ -60,12 +60,12 @@ def places(
             "`def loss_fn(params, batch): ...`, and call the function with both, "
             "`stats_fn(params, batch)`."
         )
-    given = f"{n} positional argument{'' if n == 1 else 's'}"
-    raise ArgumentError(f"{name}={argnums} needs more than the {given} of this call.{way_out}")
+    known = f"{n} positional argument{'' if n == 1 else 's'}"
+    raise ArgumentError(f"{name}={argnums} needs more than the {known} of this call.{way_out}")
 
 
 def named_leaves(args: Sequence[Any], numbers: Iterable[int]) -> Iterator[tuple[str, int, Any]]:
-    """The leaves of these arguments: path, number of the argument, leaf."""
+    """For each leaf of these arguments its path, the number of its argument, and the leaf."""
     for n in numbers:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[n]):
             yield f"args[{n}]{jax.tree_util.keystr(path)}", n, leaf
@@ -74,7 +74,7 @@ def named_leaves(args: Sequence[Any], numbers: Iterable[int]) -> Iterator[tuple[
 def check_others(
     request: Request, roles: Roles, args: Sequence[Any], kwargs: Mapping[str, Any], size: int
 ) -> None:
-    """Refuses arguments without a role that would likely make the result wrong, for `size` examples."""
+    """Refuses arguments without a role that likely make the results for `size` examples wrong."""
     named = {number for numbers in roles for number in numbers}
     others = [n for n in range(len(args)) if n not in named]
     leaves = list(named_leaves(args, others))
@@ -138,7 +138,7 @@ def _refuse_key(path: str, n: int, leaf: Any, roles: Roles, argument: Any) -> No
 
 
 def refuse_key_in_batch(path: str, leaf: Any) -> None:
-    """Refuses one key among the examples, which would have to be split."""
+    """Refuses a single key among the examples, because it has no example axis."""
     if is_key(leaf) and leaf.shape == ():
         raise ArgumentError(
             f"the batch leaf {path} is {a_key(leaf)}, which has no example axis. Give the loss the "
@@ -148,12 +148,12 @@ def refuse_key_in_batch(path: str, leaf: Any) -> None:
 
 
 def is_number_like(x: Any) -> bool:
-    """Arrays, their shapes, and Python numbers."""
+    """Whether this is an array, the shape of one, or a Python number."""
     return _is_array_like(x) or isinstance(x, (int, float, complex))
 
 
 def is_one_key(x: Any) -> bool:
-    """Whether this can be one PRNG key, typed or raw."""
+    """Whether this can be a single PRNG key, typed or raw."""
     if not _is_array_like(x):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -162,10 +162,10 @@ def is_one_key(x: Any) -> bool:
 
 
 def is_key(x: Any) -> bool:
-    """Whether this is certainly made of PRNG keys, or one that is raw.
+    """Whether this is an array of typed PRNG keys, or looks like a single raw key.
 
-    Raw keys are numbers like others. Those of the default implementation are taken for keys: hardly
-    anything else is two numbers of uint32.
+    A raw key is an array of uint32. An array with the shape of a raw key of the default implementation
+    is taken for one, because hardly anything else consists of two numbers of uint32.
     """
     if not _is_array_like(x):
         return False
@@ -182,7 +182,7 @@ def kind(x: Any) -> str:
 
 
 def parameters_of(argument: Any, number: int) -> str:
-    """A sentence that says how to get at the parameters alone in what frameworks keep together."""
+    """A sentence for messages: how to get the parameters out of the model object of a framework."""
     if hasattr(argument, "params"):
         return f" If only its parameters are to be differentiated, give the loss args[{number}].params."
     if any(base.__module__.split(".")[0] == "equinox" for base in type(argument).__mro__):
@@ -199,7 +199,7 @@ def _is_array_like(x: Any) -> bool:
 
 
 def _is_as_long(x: Any, size: int) -> bool:
-    """Whether `x` is as long as the batch. A batch of one example can be confused with nothing."""
+    """Whether `x` is as long as the batch. For a batch of one example that would mean nothing."""
     return size > 1 and _is_array_like(x) and tuple(x.shape[:1]) == (size,)
 
 
@@ -215,6 +215,6 @@ def _name(fun: Any) -> str:
 
 
 def _shown(numbers: Iterable[int]) -> str:
-    """Argument numbers as one writes them."""
+    """Argument numbers as users write them: one number, or a tuple."""
     first, *rest = sorted(numbers)
     return str((first, *rest) if rest else first)

@@ -1,8 +1,4 @@
-"""Around the four stages: one call.
-
-It checks its arguments, flattens them into parameters and examples, and builds the results from what the
-run returns.
-"""
+"""One call: checks and flattens its arguments, runs the four stages, and makes the results."""
 
 from __future__ import annotations
 
@@ -32,17 +28,15 @@ from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
 from pergrad._plan import Plan, Schedule, describe, make_schedule
 from pergrad._run import part_of_all, run, run_last
-from pergrad._statistics import (
-    Quantity,
-)
+from pergrad._statistics import Quantity
 from pergrad._trace import trace
 
 
 class Call:
-    """One call: its arguments, checked and flattened.
+    """One call, with its arguments checked and flattened.
 
-    If it is that of one of several `devices`, the batch has the examples of this one, as many as each of
-    the others has, and everything else is the same for all.
+    If several `devices` share a batch, each of them has a call of its own. Its batch has the examples of
+    that device, and all devices have equally many. Everything else is the same for all devices.
     """
 
     def __init__(
@@ -59,7 +53,7 @@ class Call:
         self.batch, self.batch_tree = self._flatten_batch()
         self.keys, self.keys_tree = self._flatten_keys()
         self.size: int = self.batch[0].shape[0]
-        if not self.devices.axes:  # one of several devices has a part of the batch, checked as a whole
+        if not self.devices.axes:  # otherwise the call of the whole batch has checked these arguments
             check_others(request, self.roles, args, kwargs, self.size)
         self.whole_size = self.devices.number * self.size
         self.wanted = [request.wanted(path) for path in self.paths]
@@ -138,16 +132,17 @@ class Call:
     def checked(
         self, example_weights: Any, direction: Any
     ) -> tuple[jax.Array | None, list[jax.Array] | None]:
-        """What is given at the call beside `fun`'s own arguments, as arrays."""
+        """The example weights and the direction of each parameter, checked and turned into arrays."""
         weights = self._check_weights(example_weights)
         return weights, self._check_direction(direction) if takes_direction(self.request.stats) else None
 
     def run(
         self, weights: jax.Array | None = None, directions: Sequence[jax.Array] | None = None
     ) -> Any:
-        """The four stages, and the results; what is given has been `checked`.
+        """Runs the four stages, and returns the value and the results of all statistics.
 
-        On one of several devices the results of accumulators are its part of them, which add up.
+        The arguments are those that `checked` returned. On one of several devices, the result of an
+        accumulator is this device's part, and the parts of all devices add up to the result.
         """
         cut, schedule = self._schedule()
         shares = self._shares(weights)
@@ -174,12 +169,12 @@ class Call:
         return value, jax.tree.map(lambda statistic: statistic.result(results), self.request.stats)
 
     def plan(self) -> Plan:
-        """What `run` would do."""
+        """The plan that `run` would follow."""
         cut, schedule = self._schedule()
         return describe(schedule, cut, self.devices.number)
 
     def _schedule(self) -> tuple[Cut, Schedule]:
-        """Stages 1 to 3."""
+        """Runs stages 1 to 3: trace, cut and plan."""
         example = [_one_of(x) for x in self.batch]
         request = self.request
         program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
@@ -228,7 +223,7 @@ class Call:
         return [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
     def _check_weights(self, weights: Any) -> jax.Array | None:
-        """The example weights as an array, or None if there are none."""
+        """The example weights as an array, or None if the caller passed none."""
         if weights is None:
             return None
         weights = jnp.asarray(weights)
@@ -259,7 +254,7 @@ class Call:
         return 1 / self.whole_size if weights is None else weights / self._count(weights)
 
     def _examples(self) -> list[jax.Array]:
-        """The leaves that differ from example to example, [B, ...]: the batch and the keys."""
+        """The leaves that differ from example to example, [B, ...]: those of the batch, and the keys."""
         keys = [jax.random.split(key, self.whole_size) for key in self.keys]
         if self.devices.axes:
             start = self.devices.first(self.size)
@@ -269,7 +264,7 @@ class Call:
     def arguments(
         self, params: Sequence[Any], batch: Sequence[Any], keys: Sequence[Any] = ()
     ) -> list[Any]:
-        """The user's arguments, with the leaves of three roles replaced by these."""
+        """The user's arguments, with other leaves for the parameters, the batch and the keys."""
         args = list(self.args)
         for numbers, tree, leaves in (
             (self.roles.argnums, self.params_tree, params),
@@ -289,7 +284,7 @@ class Call:
             raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {kind(out)}.")
         value = out[0] if self.request.has_aux else out
         self._check_value(value)
-        value = jnp.asarray(value)  # A Python number is a constant loss.
+        value = jnp.asarray(value)  # A constant loss may be a Python number.
         return (value, out[1]) if self.request.has_aux else value
 
     def _check_value(self, value: Any) -> None:
@@ -308,7 +303,7 @@ class Call:
             raise ArgumentError(f"the loss must be a real number; it is {kind(value)}.{hint}")
 
     def like_params(self, leaves: Sequence[Any]) -> Any:
-        """A tree like the parameters, or several, with these leaves."""
+        """A tree like the parameters with these leaves, or a tuple of trees if argnums is a tuple."""
         trees = jax.tree.unflatten(self.params_tree, leaves)
         return trees[0] if isinstance(self.request.argnums, int) else trees
 
@@ -318,11 +313,11 @@ def _as_array(x: Any) -> Any:
 
 
 def _one_of(batch: Any) -> jax.ShapeDtypeStruct:
-    """The shape of one example. A weak type says that its precision is that of what it meets."""
+    """The shape and dtype of one example, which keeps the weak type of Python numbers."""
     weak = getattr(batch, "weak_type", False)
     return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype, weak_type=weak)
 
 
 def _is_concrete(x: jax.Array) -> bool:
-    """Whether the numbers can be looked at: not under `jit`, nor if other processes have some."""
+    """Whether this process knows all values: not under `jit`, nor if other processes hold some."""
     return not isinstance(x, Tracer) and x.is_fully_addressable

@@ -1,12 +1,13 @@
-"""Whether a loss is the mean of its examples' own losses, and if not, why it likely is not.
+"""Tests whether a loss is the mean of its examples' own losses, and if not, finds a likely reason.
 
-The test is by numbers: the mean of the per-example gradients against the gradient of the loss on the
-whole batch. The diagnosis then tries three explanations, in this order:
+The test compares numbers: the mean of the per-example gradients with the gradient of the loss on the
+whole batch. If they differ, the diagnosis tries three explanations, in this order:
 
-1. a sum in place of a mean: the gradient is B times as large;
-2. unequal weights (a mean over all tokens of ragged sequences): the gradient is sum_i c_i g_i and the
-   loss sum_i c_i l_i for weights c_i that add up to one, found by least squares;
-3. examples that meet: the program of the loss reduces over the example axis and goes on with the result.
+1. The loss is a sum in place of a mean: the gradient is B times as large.
+2. The examples have unequal weights, as in a mean over all tokens of ragged sequences: the gradient is
+   sum_i c_i g_i and the loss is sum_i c_i l_i, for weights c_i that add up to one. Least squares finds
+   them.
+3. The examples influence each other: the loss reduces over the example axis and uses the result again.
 """
 
 from __future__ import annotations
@@ -52,22 +53,22 @@ def check(
 ) -> Callable[..., None]:
     """Checks that a loss is a mean over examples that do not influence each other.
 
-    The function it returns takes the loss's arguments with a typical batch of two examples or more,
-    and raises `NotPerExampleError` if the mean of the per-example gradients is not the gradient of the
+    The function that it returns takes the loss's arguments with a typical batch of two examples or more.
+    It raises `NotPerExampleError` if the mean of the per-example gradients is not the gradient of the
     loss on the whole batch: statistics would then describe another loss than the one that is trained.
     It runs the model, so call it once, outside of `jit`.
 
     Args:
       fun: the loss, as for `value_and_stats`.
-      argnums: what to differentiate.
-      rtol: how far the two may be apart, relative to the size of the examples' gradients. By default
-        what rounding explains: about 1e-4 in float32, and 5e-2 if some of the model computes in
+      argnums: the argument or arguments to differentiate.
+      rtol: how far the two gradients may be apart, relative to the size of the examples' gradients. The
+        default allows for rounding: about 1e-4 in float32, and 5e-2 if some of the model computes in
         bfloat16, whatever dtype the parameters have.
       batch_argnums, shared_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name, strategy:
         as for `value_and_stats`.
-      rng_argnums: refused unless it is empty. The batch and its single examples would draw different
-        random numbers: check the loss without its randomness, and name keys that it then does not use
-        in `shared_argnums`.
+      rng_argnums: must be empty, because the batch and its single examples would draw different random
+        numbers. Check the loss without its randomness, and name the keys, which it then does not use, in
+        `shared_argnums`.
 
     >>> pg.check(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
     >>> pg.check(lambda w, x: jnp.sum((x @ w) ** 2))(jnp.ones(2), jnp.eye(2))
@@ -91,7 +92,7 @@ def check(
 
 
 def checker(request: Request, rtol: float | None) -> Callable[..., None]:
-    """The function that `check` returns; the request is for the statistics `COMPARED`."""
+    """The function that `check` returns. The request must ask for the statistics `COMPARED`."""
     if request.rng_argnums != ():
         raise ArgumentError(
             "check cannot compare a loss that draws random numbers: the whole batch and single examples "
@@ -105,7 +106,7 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
         if call.size < 2:
             raise ArgumentError("check needs a batch of at least two examples.")
         if not request.keep_batch_dim:
-            return  # A loss of one example cannot mix any.
+            return  # A loss that takes one example cannot mix several.
 
         @jax.jit
         def both(params: Sequence[Any], batch: Sequence[Any]) -> Any:
@@ -129,7 +130,8 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
         seen = _Seen(call, _flat(mean), _flat(gradient), losses, whole, tolerance)
         leaves = list(zip(call.paths, *map(jax.tree.leaves, (mean, gradient, square)), strict=True))
         _check_finite(seen, leaves)
-        # A gradient that is zero but for rounding (a bias before a softmax) is measured by the others.
+        # A gradient may be zero but for rounding, as that of a bias before a softmax is. Its rounding is
+        # then compared with the gradients of all parameters.
         least = 4 * eps / tolerance * np.sqrt(np.sum(_flat(square)))
         scales = [max(np.sqrt(np.sum(sq)), least) for *_, sq in leaves]
         pairs = zip(leaves, scales, strict=True)
@@ -141,20 +143,24 @@ def checker(request: Request, rtol: float | None) -> Callable[..., None]:
 
 
 def _coarsest(jaxpr: Jaxpr) -> float:
-    """The largest rounding step, relative to 1, of anything that a program computes."""
+    """The largest machine epsilon of all dtypes that a program computes in."""
     coarsest = 0.0
     for eqn in _compat.drop_dead_code(jaxpr).eqns:
         dtypes = [aval(v).dtype for v in eqn.outvars]
         floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
         inside = [x for x in jax.tree.leaves(eqn.params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
         programs = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in inside]
-        steps = [*(float(jnp.finfo(dtype).eps) for dtype in floats), *map(_coarsest, programs)]
-        coarsest = max([coarsest, *steps])
+        epsilons = [*(float(jnp.finfo(dtype).eps) for dtype in floats), *map(_coarsest, programs)]
+        coarsest = max([coarsest, *epsilons])
     return coarsest
 
 
 class _Seen(NamedTuple):
-    """The mean of the per-example gradients and the gradient of the batch, flat, and the losses."""
+    """What is compared: the mean of the per-example gradients, and the gradient of the batch.
+
+    Both are flat arrays over all parameters. `losses` are those of the examples, `whole_loss` is that of
+    the batch, and `rtol` is the tolerance.
+    """
 
     call: Call
     mean: np.ndarray
@@ -164,13 +170,13 @@ class _Seen(NamedTuple):
     rtol: float
 
     def close(self, a: Any, b: Any, scale: Any) -> bool:
-        """Whether `a` and `b` agree but for rounding, which grows with what was added up."""
+        """Whether `a` and `b` agree but for rounding. `scale` is the size of the numbers summed up."""
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         return bool(np.linalg.norm(a - b) <= self.rtol * (np.linalg.norm(b) + np.float64(scale)))
 
 
 def _check_finite(seen: _Seen, leaves: Sequence[tuple[str, Any, Any, Any]]) -> None:
-    """Without numbers there is nothing to compare."""
+    """Refuses losses and gradients that are not finite, because they cannot be compared."""
     if not np.all(np.isfinite(seen.losses)) or not np.isfinite(seen.whole_loss):
         raise ArgumentError("check cannot compare: the loss of these examples is NaN or infinite.")
     for path, a, b, _ in leaves:
@@ -270,7 +276,7 @@ def _key_that_is_shared(call: Call) -> str | None:
 
 
 def _shared_arrays(call: Call) -> Sequence[Any]:
-    """The arrays that the loss uses beside parameters and examples."""
+    """The arrays that the loss uses besides the parameters and the examples."""
     loss = jax.make_jaxpr(
         lambda params, batch: call.request.fun(*call.arguments(params, batch), **call.kwargs)
     )
@@ -278,10 +284,10 @@ def _shared_arrays(call: Call) -> Sequence[Any]:
 
 
 def _where_examples_meet(call: Call) -> str | None:
-    """The user's line whose result, computed over the example axis, is used by examples again.
+    """The user's line that reduces over the example axis and whose result examples use again, if any.
 
-    The loss is traced, not run, for a batch whose length is a prime that divides no other dimension,
-    so that an axis belongs to the examples if that prime divides it.
+    The loss is traced, but not run, for a batch whose length is a prime that divides no other dimension.
+    So an axis belongs to the examples if that prime divides its length.
     """
     sizes = {d for x in [*call.params, *call.batch] for d in jnp.shape(x)}
     prime = next((p for p in (61, 67, 71, 73, 79, 83, 89, 97) if all(d % p for d in sizes)), 101)
@@ -292,9 +298,7 @@ def _where_examples_meet(call: Call) -> str | None:
             call.params,
             batch,
         )
-    except (
-        Exception
-    ):  # The loss insists on another batch length: it is still wrong, but where is not known.
+    except Exception:  # The loss needs another batch length, so the place is not known.
         return None
 
     def counts(v: Any) -> int:

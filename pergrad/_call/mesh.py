@@ -1,4 +1,4 @@
-"""Which mesh and which devices a call is for."""
+"""The mesh and the devices of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pergrad._ir import Devices
 
 
 def find_mesh(axes: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh:
-    """The mesh that has these axes: that of the context, or else that of one of the arrays."""
+    """The mesh of the context, or else that of one of the arrays. It must have these axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         own = (_mesh_of(x) for x in arrays)
@@ -41,13 +41,13 @@ def find_mesh(axes: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh:
 
 
 def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
-    """The axes whose shardings are part of the types of arrays."""
+    """The explicit axes of the mesh, along which an array's sharding is part of its type."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in types if kind == AxisType.Explicit)
 
 
 def devices_of(mesh: AbstractMesh, axes: tuple[str, ...], size: int) -> Devices:
-    """The devices along these axes, if they can have equal parts of `size` examples."""
+    """The devices along these axes. Raises an error if they cannot share `size` examples equally."""
     number = math.prod(mesh.shape[axis] for axis in axes)
     if size % number:
         missing = -size % number

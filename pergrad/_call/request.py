@@ -1,4 +1,4 @@
-"""What was asked for: the arguments of `value_and_stats`, checked once, when they are given."""
+"""What the caller asks for: the options of `value_and_stats`, checked once, before any call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ArgNums = int | Sequence[int]
 MicrobatchSize = int | Literal["auto"] | None
 
 
-# The names, for editors to offer; a string besides them is `"streamed:8"`, with any number.
+# Editors offer these names. Any other string must be a name with a number, such as `"streamed:8"`.
 StrategyName = (
     Literal["auto", "summed", "factored", "centred", "gram", "streamed", "sparse", "materialise"] | str
 )
@@ -28,7 +28,7 @@ StrategyName = (
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of `value_and_stats`, which documents them."""
+    """The options of `value_and_stats`, whose docstring explains them."""
 
     fun: Callable[..., Any]
     stats: Any
@@ -73,7 +73,7 @@ class Request:
 
     @property
     def forced(self) -> Forced:
-        """What the strategy's name means."""
+        """The strategy that `strategy` names, and its number of examples at a time."""
         return _as_forced(self.strategy)
 
     @property
@@ -95,12 +95,12 @@ class Request:
                 )
 
     def wanted(self, path: str) -> list[LeafStatistic]:
-        """What has to be computed for the parameter at `path`, each once."""
+        """The leaf statistics to compute for the parameter at `path`, without duplicates."""
         return list(dict.fromkeys(leaf for s in jax.tree.leaves(self.stats) for leaf in s.leaves(path)))
 
 
 def takes_direction(stats: Any) -> bool:
-    """Whether one of these statistics needs a direction at the call."""
+    """Whether one of these statistics needs a direction from the caller."""
     return any(isinstance(s, Statistic) and s.takes_direction for s in jax.tree.leaves(stats))
 
 
@@ -123,4 +123,5 @@ def _is_int(x: Any) -> bool:
 
 
 def as_tuple(numbers: Any) -> tuple[Any, ...]:
+    """A tuple or list as a tuple, and anything else as a tuple of one."""
     return tuple(numbers) if isinstance(numbers, (tuple, list)) else (numbers,)

@@ -1,4 +1,4 @@
-"""The results of a call, from what the run has left of every parameter and statistic."""
+"""The results of a call, made from the final states and values of all statistics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pergrad._statistics import LeafStatistic, Quantity, Source, Statistic
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a call has seen of its examples, as statistics ask for it (`Seen`).
+    """What a call knows of its examples at the end. Statistics make their results from it (`Seen`).
 
-    `tails` has the tail of each parameter, by its number, and `pairs` its factors, if they were asked
-    for.
+    `tails` has the tail of each parameter by the parameter's number. `pairs` has the factors of the
+    parameters whose factors were asked for.
     """
 
     losses: jax.Array
@@ -34,7 +34,7 @@ class Results:
     on_several_devices: bool
 
     def leaves_of(self, statistic: Statistic) -> list[Any]:
-        """For each parameter the result of the statistic's last leaf there, or None if it has none."""
+        """For each parameter the result of the statistic's last leaf, or None if there is no leaf."""
         own = (statistic.leaves(path) for path in self.paths)
         return [self._of(leaves[-1], param) if leaves else None for param, leaves in enumerate(own)]
 
@@ -42,7 +42,7 @@ class Results:
         if statistic.quantity is Quantity.FACTORS:
             return self.pairs[param]
         tail, like = self.tails[param], aval(self.grads[param])
-        if self.on_several_devices:  # parts are rounded when they have been added up
+        if self.on_several_devices:  # the sum of all parts is rounded, not the parts
             like = jax.ShapeDtypeStruct(like.shape, accumulation_dtype(like.dtype))
         of_each = units_per_example(tail, tail.params.index(param), statistic.unit)
         source = Source(

@@ -1,14 +1,13 @@
-"""One call on many devices: every device works on its own examples, and finished statistics travel.
+"""One call on several devices: every device works on its own examples, and only statistics travel.
 
-The whole call runs under `jax.shard_map`, manual over the axes that share the batch: trace, cut, plan
-and run know the local examples alone. What leaves a device of a statistic of all examples together is
-its part of it (`Accumulator.part_of_all`). The parts are added up outside, where XLA may choose how: a
-device that keeps a shard of the sum need not have all of it. What has an example axis stays where its
-examples are.
+The whole call runs under `jax.shard_map`, which is manual over the axes of the batch. So trace, cut,
+plan and run know the device's own examples alone. An accumulator's result leaves each device as that
+device's part (`Accumulator.part_of_all`). The parts are added up outside the `shard_map`, where XLA may
+choose how: a device that keeps a shard of the sum need not hold all of it. Per-example results stay on
+the devices of their examples.
 
-The other axes of the mesh stay automatic: XLA goes on to divide what it can along them, as parameters
-that are sharded over them say. Parameters that are sharded over the axes of the batch are gathered as
-the call begins.
+The other axes of the mesh stay automatic: XLA divides the work along them, following the shardings of
+the parameters. Parameters that are sharded over the axes of the batch are gathered when the call begins.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def run(
     example_weights: Any = None,
     direction: Any = None,
 ) -> Any:
-    """The results of one call, on the devices that the request names."""
+    """The value and the results of one call, on the devices that the request names."""
     call = Call(request, args, kwargs)
     weights, directions = call.checked(example_weights, direction)
     with _compat.newer_jax_explained():
@@ -49,11 +48,11 @@ def run(
 
 
 def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-    """The plan of one call; on several devices it is that of each.
+    """The plan of one call. On several devices it is the plan of each device.
 
-    Any argument may be a `jax.ShapeDtypeStruct`, or have leaves that are. The program takes parameters
-    and examples as inputs, of which it needs the shapes alone, and all else as constants. So what else
-    is a shape becomes a tracer, which is a constant like those under `jit`.
+    Any argument may be a `jax.ShapeDtypeStruct`, or have leaves that are. Parameters and examples are
+    inputs of the program, so their shapes are enough. All other arguments are constants of the program.
+    If one of them is a shape, a tracer takes its place, which is a constant as under `jit`.
     """
     roles = roles_of(request, args, kwargs)
     others = {n: x for n, x in enumerate(args) if n not in (*roles.argnums, *roles.batch_argnums)}
@@ -62,9 +61,9 @@ def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pl
     plans = []
 
     def with_constants(constants: Sequence[Any]) -> None:
-        given = iter(constants)
+        tracers = iter(constants)
         pairs = zip(leaves, is_shape, strict=True)
-        others, kwargs = tree.unflatten([next(given) if s else x for x, s in pairs])
+        others, kwargs = tree.unflatten([next(tracers) if s else x for x, s in pairs])
         call = Call(request, [others.get(n, x) for n, x in enumerate(args)], kwargs)
         plans.append((_Spread(call).local_call() if request.axes else call).plan())
 
@@ -74,7 +73,7 @@ def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pl
 
 
 def with_automatic_axes(request: Request, fun: Callable[..., Any], *args: Any) -> Any:
-    """Calls `fun` where no axis of the mesh is explicit. Its results are on every device."""
+    """Calls `fun` with all axes of the mesh automatic. Every device then has its whole results."""
     mesh = find_mesh(request.axes, jax.tree.leaves(args)) if request.axes else None
     explicit = explicit_axes(mesh) if mesh else ()
     if mesh is None or not explicit:
@@ -84,7 +83,7 @@ def with_automatic_axes(request: Request, fun: Callable[..., Any], *args: Any) -
 
 
 class _Spread:
-    """A call of the whole batch, spread over devices."""
+    """A call of the whole batch, spread over several devices."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.axes = call, call.request.axes
@@ -94,13 +93,14 @@ class _Spread:
         self.explicit = explicit_axes(self.mesh)
 
     def local_call(self) -> Call:
-        """The call of one device, with shapes in the place of arrays."""
+        """The call of one device, with shapes in place of arrays."""
         call, size = self.call, self.call.size // self.devices.number
         batch = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in call.batch]
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.params]
         return Call(call.request, call.arguments(params, batch, call.keys), call.kwargs, self.devices)
 
     def run(self, weights: jax.Array | None, directions: Sequence[jax.Array] | None) -> Any:
+        """The value and the results of all statistics, as `Call.run` returns them on one device."""
         request = self.call.request
         is_array_at = [isinstance(x, (jax.Array, np.ndarray)) for x in self.leaves]
 
@@ -138,7 +138,7 @@ class _Spread:
         return everywhere(arrays_among(self.leaves), weights, directions)
 
     def _specs_of_leaves(self) -> list[P]:
-        """For each leaf of the arguments, whether it is divided among the devices."""
+        """The spec of each leaf of the arguments: only those of the batch are divided among devices."""
         args = [
             jax.tree.map(lambda _, n=n: P(self.axes) if n in self.call.roles.batch_argnums else P(), arg)
             for n, arg in enumerate(self.call.args)
@@ -147,15 +147,19 @@ class _Spread:
         return jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, P))
 
     def _out_specs(self) -> Any:
-        """Of what leaves each device: all but numbers has an axis in front, of examples or of parts."""
+        """The specs of a device's results.
+
+        All results but single numbers have an axis in front: that of the examples, or that of the parts.
+        """
         many, request = P(self.axes), self.call.request
         stats = jax.tree.map(lambda s: P() if s.layout is Layout.NUMBER else many, request.stats)
         return (P(), many) if request.has_aux else P(), stats
 
     def _added_up(self, call: Call, results: Any) -> Any:
-        """The results, from the parts of all devices. What is like a parameter is sharded like it.
+        """The results, from the parts of all devices.
 
-        Under `jit` an automatic sharding is not known yet, so XLA is told that it is the same.
+        A result shaped like a parameter gets the parameter's sharding. Under `jit` an automatic sharding
+        is not known yet, so XLA is told that both are the same.
         """
 
         def of(statistic: Statistic, result: Any) -> Any:
@@ -179,7 +183,7 @@ class _Spread:
         return jax.tree.map(of, call.request.stats, results)
 
     def _out_sharding(self) -> Any:
-        """With explicit axes, how the results are sharded."""
+        """The shardings of the results if the mesh has explicit axes."""
         call, everywhere, per_example = self.call, self._explicit(P()), self._explicit(P(self.axes))
         specs = [jax.typeof(x).sharding.spec for x in call.params]
 
@@ -200,30 +204,30 @@ class _Spread:
         return value, jax.tree.map(of, call.request.stats)
 
     def _explicit(self, spec: P) -> NamedSharding:
-        """The spec, as far as it speaks of explicit axes."""
+        """The sharding of this spec along the explicit axes alone."""
         others = [n for n in self.mesh.axis_names if n not in self.explicit]
         return NamedSharding(self.mesh, P(*_without(spec, others)))
 
 
 def _sharded_like(param: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, for which XLA chooses the sharding of `param`, an array of the same shape.
+    """The array `x`, for which XLA chooses the sharding of `param`, an array of the same shape.
 
-    XLA gives both operands of a selection and its result one sharding. Here `x` is always selected. XLA
-    must not know that before it has chosen the shardings, which the barrier ensures. What is left in the
-    compiled program is one more operand of the loop that makes `x`.
+    XLA gives both operands of a selection, and its result, the same sharding. Here the selection always
+    takes `x`. The barrier keeps XLA from knowing that before it has chosen the shardings. In the
+    compiled program the loop that makes `x` then has one more operand.
     """
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return lax.select(jnp.broadcast_to(never, x.shape), param.astype(x.dtype), x)
 
 
 def _shapes(statistic: Accumulator, param: Any) -> Any:
-    """Shapes and dtypes of the statistic's result for a parameter."""
+    """The shapes and dtypes of the statistic's result for a parameter."""
     like, count = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (param, jnp.zeros(())))
     return jax.eval_shape(lambda n: statistic.finish(statistic.init(like), n, like), count)
 
 
 def _without(spec: Any, axes: Sequence[str]) -> list[Any]:
-    """A spec without these axes."""
+    """The entries of a spec, without these axes."""
     kept = [[n for n in _names(entry) if n not in axes] for entry in spec]
     return [tuple(names) or None for names in kept]
 

@@ -1,4 +1,4 @@
-"""The functions that users get back: named and signed like the loss, with a docstring of their own."""
+"""Gives the functions that users get back the name and signature of the loss, and a docstring."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DIRECTION = "a tree like the parameters, with which `Dot` takes inner products.
 
 
 def keywords_of(stats: Any) -> dict[str, str]:
-    """What a function for these statistics takes besides the loss's arguments, and what each means."""
+    """The keywords of a function for these statistics, besides the loss's own, and their meanings."""
     return {"example_weights": _WEIGHTS, **({"direction": _DIRECTION} if takes_direction(stats) else {})}
 
 
 def returning_stats(request: Request, *, with_value: bool = True) -> Callable[[Any], Any]:
-    """Decorates the function that returns statistics."""
+    """A decorator for the function that returns statistics."""
     aux = request.has_aux
     if with_value:
         summary = "The value of the loss and statistics of its per-example gradients."
@@ -38,14 +38,14 @@ def returning_stats(request: Request, *, with_value: bool = True) -> Callable[[A
 
 
 def returning_plan(request: Request) -> Callable[[Any], Any]:
-    """Decorates the function that returns a plan."""
+    """A decorator for the function that returns a plan."""
     summary = "The plan for the statistics of the per-example gradients of the loss. Nothing is run."
     returns = "a `pergrad.Plan`. Print it."
     return _made_of(request.fun, summary, keywords_of(request.stats), returns)
 
 
 def returning_nothing(request: Request) -> Callable[[Any], Any]:
-    """Decorates the function that checks a loss."""
+    """A decorator for the function that checks a loss."""
     summary = "Checks that the loss is a mean over examples that do not influence each other."
     returns = "None, or raises `pergrad.NotPerExampleError` if it is not."
     return _made_of(request.fun, summary, {}, returns)
@@ -57,10 +57,10 @@ def _made_of(
     keywords: Mapping[str, str],
     returns: str,
 ) -> Callable[[Any], Any]:
-    """Decorates a function that takes the arguments of `fun`, and `keywords` with their meanings.
+    """A decorator for a function that takes the arguments of the loss `fun` and the `keywords`.
 
-    The loss `fun` may be any callable. Partial applications and callable objects have no name and no
-    docstring of their own: the function in them, or their class, has.
+    The loss may be any callable. Partial applications and callable objects have no name and no docstring
+    of their own. Those of the function inside, or of the class, are used in their place.
     """
     inner = _innermost(fun)
     name = getattr(inner, "__name__", type(inner).__name__)
@@ -85,14 +85,14 @@ def _made_of(
 
 
 def _innermost(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """What decorators and partial applications were put around."""
+    """The callable that is wrapped in decorators and partial applications."""
     while isinstance(inner := inspect.unwrap(fun), functools.partial):
         fun = inner.func
     return inner
 
 
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a callable, or None if it does not tell them."""
+    """The parameters of a callable, or None if Python does not know them."""
     try:
         return list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
@@ -102,7 +102,10 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter] | None:
 def _signature(
     parameters: list[inspect.Parameter] | None, keywords: Collection[str]
 ) -> inspect.Signature | None:
-    """The loss's parameters and then the keywords; None if they are not known or if names meet."""
+    """The loss's parameters, followed by the keywords.
+
+    It is None if the parameters are not known, or if one of them has the name of a keyword.
+    """
     if parameters is None or any(p.name in keywords for p in parameters):
         return None
     own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in keywords]
