@@ -41,7 +41,8 @@ def dependents(eqns: Iterable[JaxprEqn], sources: Iterable[Var], *, inside: bool
             reached |= _results_of(eqn, [is_in(v, within) for v in body.outvars])
         elif inside and eqn.primitive in RUNNING_BRANCHES:
             for program in programs(eqn):
-                before = len(depends) - len(program.invars)  # a conditional's index is no input of it
+                # The index of a conditional is no input of its branches.
+                before = len(depends) - len(program.invars)
                 own = itertools.compress(program.invars, depends[before:])
                 within = dependents(program.eqns, own, inside=True)
                 by_index = any(depends[:before])

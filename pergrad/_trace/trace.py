@@ -188,6 +188,7 @@ def _inline_call(body: str) -> Inline:
 
 
 def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """The results of a `remat`: its body behind a barrier on those arguments that JAX guards."""
     guarded = _compat.remat_barriers(eqn)
     behind = iter(lax.optimization_barrier([a for a, g in zip(args, guarded, strict=True) if g]))
     args = [next(behind) if g else a for a, g in zip(args, guarded, strict=True)]
@@ -208,6 +209,7 @@ def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> l
 
 
 def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """The results of a conditional that stays one, with the calls in its branches inlined."""
     branches = [lambda *args, b=b: _inline(b, args, table) for b in eqn.params["branches"]]
     with _compat.at_line_of(eqn):
         index, *operands = as_known(args, eqn.invars)

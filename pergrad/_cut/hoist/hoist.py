@@ -96,6 +96,7 @@ def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
 
 
 def _from_loop(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
+    """The results of a loop, after the factors of tails have left the loops in its body and itself."""
     eqn, leaving = walk.eqns[place], walk.leaving[place]
     loop = Loop(eqn, eqn.params["jaxpr"])
     varies = [is_in(v, walk.varies) for v in eqn.invars]
@@ -111,6 +112,7 @@ def _from_loop(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
 
 
 def _from_branches(walk: Walk, place: int, env: Env, together: bool) -> list[Any]:
+    """The results of a conditional, after the factors of tails have left its branches."""
     eqn, leaving = walk.eqns[place], walk.leaving[place]
     index_varies, *varies = (is_in(v, walk.varies) for v in eqn.invars)
     branches = []
@@ -189,14 +191,14 @@ def _made_for(walk: Walk, eqn: JaxprEqn) -> JaxprEqn | None:
 Rule = Callable[[Walk, int, Env, bool], list[Any]]
 
 
-# The primitives that factors leave.
+# The rules for loops and conditionals, which the factors of tails leave.
 RULES: dict[Primitive, Rule] = {
     **dict.fromkeys(LOOPS, _from_loop),
     primitives.cond_p: _from_branches,
 }
 
 
-# The primitives that are split, so that each gradient has its own.
+# The rules for equations that are split, so that each gradient has its own.
 SPLITTING: dict[Primitive, Rule] = {
     _compat.optimization_barrier_p: _each_behind_its_own,
     _compat.split_p: _products_of_pieces,

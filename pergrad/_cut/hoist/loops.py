@@ -96,10 +96,12 @@ class _Leaver:
         self.gone = {place for tail in self.tails for place in tail.params}
 
     def _pieces_of(self, result: int, *, gone: bool) -> list[int]:
+        """The places of the pieces of a result: those that are made outside (`gone`), or the others."""
         places = [i for i, piece in enumerate(self.pieces) if piece.result == result]
         return [i for i in places if (i in self.gone) == gone]
 
     def _is_made_outside(self, result: int) -> bool:
+        """Whether all pieces of a result are made outside, so that the loop does not return it."""
         return bool(self._pieces_of(result, gone=True)) and not self._pieces_of(result, gone=False)
 
     def run(self, ins: Sequence[Any], from_zero: Sequence[bool]) -> list[Any]:
@@ -162,10 +164,12 @@ class _Leaver:
         ]
 
     def _sum(self, tail: Tail, env: Env) -> list[jax.Array]:
+        """The sums over all rounds of a tail's gradients."""
         sums = {term.out: self._sum_of_term(term, env) for term in tail.terms}
         return tail.from_sums(env, sums, self.loop.length)
 
     def _sum_of_term(self, term: Term, env: Env) -> jax.Array:
+        """The sum of a term over all rounds. The factors `still` do not change from round to round."""
         length = self.loop.length
         still = [v for v in term.factors if v not in self.moving]
         if not still:
@@ -178,6 +182,7 @@ class _Leaver:
         return term.sum(env | {v: jnp.broadcast_to(env[v], (length, *env[v].shape)) for v in still}, 1)
 
     def _stack(self, tail: Tail, env: Env) -> list[jax.Array]:
+        """A tail's gradients in all rounds, each [length, ...]."""
         axes = [0 if v in self.moving else None for v in tail.factors]
         factors, constants = ([env[v] for v in vs] for vs in (tail.factors, tail.constants))
         if axes == [None] * len(axes):  # the gradients are the same in every round
