@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._compat import Atom, JaxprEqn, Var, aval
-from pergrad._cut.steps import STEPS
+from pergrad._cut.steps import REPLACING, STEPS
 from pergrad._cut.terms import Term
 from pergrad._ir import Env, Weights, distinct, evaluate, evaluate_wide, nbytes, read, size, widen
 
@@ -98,6 +98,11 @@ class Tail:
     def steps_that(self, family: str) -> list[JaxprEqn]:
         """The steps of one family: "move", "scale" or "mix"."""
         return [step for step in self.steps if STEPS[step.primitive].family == family]
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a step replaces some entries by others, or by 0."""
+        return any(step.primitive in REPLACING for step in self.steps)
 
     def operand(self, step: JaxprEqn) -> Var:
         """The operand of a move or a scale that depends on the terms."""

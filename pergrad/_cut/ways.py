@@ -124,6 +124,11 @@ class Way:
         """R x for an array `x` shaped like the term, which must be 0 for entries that do not arrive."""
         return self._walked(env, x)
 
+    def moved_back(self, env: Env, x: jax.Array) -> jax.Array:
+        """R^T x, shaped like the term, for an array `x` shaped like the gradient."""
+        like = jnp.zeros(aval(self.term.out).shape, x.dtype)
+        return jax.vjp(lambda y: self._walked(env, y), like)[1](x)[0]
+
     def _transposed(self, env: Env, dtype: Any, **does: bool) -> jax.Array:
         x = jnp.zeros(aval(self.term.out).shape, dtype)
         out, pull = jax.vjp(lambda x: self._walked(env, x, **does), x)

@@ -20,7 +20,7 @@ examples are treated as if they had it:
 
 A squared norm is the sum of the squares of those rows of an example that arrive in the gradient. For the
 inner products of two examples' gradients the rows of one are laid out in a table, in which the rows of
-the other are looked up.
+the other are looked up; for the inner product with a direction they are looked up in the direction.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Sparse(Strategy):
             place: _LookedUp(tail, place, tuple(j for j in jobs if j.place == place), examples)
             for place in dict.fromkeys(job.place for job in jobs)
         }
-        return [job.from_quantity(looked_up[job.place].quantity(job.statistic)) for job in jobs]
+        return [job.from_quantity(looked_up[job.place].quantity(job)) for job in jobs]
 
 
 def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | None:
@@ -189,8 +189,9 @@ class _LookedUp:
         """
         return self.ways[0].moved(self.env, x)
 
-    def quantity(self, statistic: LeafStatistic) -> Any:
-        """The quantity that a statistic is computed from."""
+    def quantity(self, job: Job) -> Any:
+        """The quantity that the statistic of a job is computed from."""
+        statistic = job.statistic
         if isinstance(statistic, WeightedSum):
             return self._sum(statistic)
         match statistic.quantity:
@@ -198,6 +199,8 @@ class _LookedUp:
                 return self._centred()
             case Quantity.SQUARED_NORMS:
                 return _squared_norms(self.rows) + self._square_of_nothing()
+            case Quantity.PROJECTIONS:
+                return self._projections(job.direction)
             case Quantity.PAIRS:
                 return _pairs(self.table, self.rows, self.examples) + self._square_of_nothing()
         raise AssertionError(statistic)
@@ -212,6 +215,12 @@ class _LookedUp:
         m2 = _squares_around(mean, self.table, self.rows, self.examples.weights, self.n)
         z = 0 if self.of_nothing is None else self.of_nothing
         return self.n, self.moved(mean) + z, self.moved(m2) + z
+
+    def _projections(self, direction: jax.Array) -> jax.Array:
+        """<g_i, v>: each row times the part of v where the row arrives."""
+        v = self.table.at(self.ways[0].moved_back(self.env, direction), self.rows.keys)
+        own = jnp.sum(self.rows.values * v, axis=range(1, v.ndim))
+        return own if self.of_nothing is None else own + jnp.sum(self.of_nothing * direction)
 
     def _square_of_nothing(self) -> jax.Array | int:
         """The squared norm of 0 c."""

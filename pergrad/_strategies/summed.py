@@ -39,6 +39,9 @@ class Summed(Strategy):
             return None if statistic.quantity in sums else "not a mean"
         if statistic.quantity is not Quantity.PROJECTIONS:
             return "not the mean gradient"
+        if tail.replaces and any(term.is_lookup for term in tail.terms):
+            # The derivative multiplies such a row by 0, which is NaN if the row is not finite.
+            return "sets rows to 0 after the lookup"
         return next((term.why_no_derivative for term in tail.terms if term.why_no_derivative), None)
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:

@@ -40,6 +40,12 @@ def test_mixed_precision(case: Case) -> None:
     check_whole(case, STRATEGIES[number // 3 % len(STRATEGIES)], variant, names, dtype="mixed")
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["scaled_parameters", "root_of_padding_row"])
+def test_every_strategy(name: str, strategy: str) -> None:
+    check_whole(CASE[name], strategy, PLAIN)
+
+
 @pytest.mark.parametrize("name", HANDFUL[::2])
 def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
