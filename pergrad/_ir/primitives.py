@@ -43,6 +43,8 @@ class Is(enum.Flag):
     LOOP = enum.auto()
     # It is a convolution, which XLA's CPU backend runs more slowly in a loop.
     CONVOLUTION = enum.auto()
+    # It is a matrix product.
+    PRODUCT = enum.auto()
 
 
 _OPAQUE = Is.READS | Is.WRITES
@@ -84,7 +86,7 @@ PRIMITIVES: dict[Primitive, Is] = {
     p.scatter_p: Is.REPLACING | Is.STAYING,
     # An entry of the result is a sum, or is made of many entries.
     **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p], Is.WRITES),
-    **dict.fromkeys([p.dot_general_p, _compat.ragged_dot_general_p], _OPAQUE),
+    **dict.fromkeys([p.dot_general_p, _compat.ragged_dot_general_p], _OPAQUE | Is.PRODUCT),
     **dict.fromkeys([p.scatter_add_p, p.sort_p, p.cumsum_p], _OPAQUE),
     p.conv_general_dilated_p: _OPAQUE | Is.CONVOLUTION,
     # The equation runs programs.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
+
 from pergrad._compat import JaxprEqn, Var
 from pergrad._cut import CutLoop, Part
-from pergrad._ir import counts
+from pergrad._ir import Is, Loop, counts, dependent_inputs, dependents, is_in, those_that_are, variables
+
+PRODUCTS = those_that_are(Is.PRODUCT)
 
 
 def bytes_of(part: Part, eqns: list[JaxprEqn], size: int) -> float:
@@ -59,3 +63,28 @@ def operations_of(part: Part, size: int) -> tuple[float, float]:
 def equations_of(part: Part) -> list[JaxprEqn]:
     """The equations of the backbone, including the loops that have tails inside."""
     return [x.loop.eqn if isinstance(x, CutLoop) else x for x in part.backbone]
+
+
+def parameters_read_in_loops(
+    eqns: Iterable[JaxprEqn], varies: Collection[Var]
+) -> Iterator[tuple[int, int]]:
+    """What products in loops read again in every round: operands that no example and no round changes.
+
+    For each of them its bytes, and how often it is read. `varies` has the variables that depend on the
+    example.
+    """
+    for eqn in eqns:
+        loop = Loop.of(eqn)
+        if loop is None:
+            continue
+        body = loop.body.jaxpr
+        depends = [is_in(v, varies) for v in eqn.invars]
+        by_example = dependents(body.eqns, dependent_inputs(loop, depends))
+        consts, carry, xs = loop.operands(body.invars)
+        changing = dependents(body.eqns, {*by_example.intersection(consts), *carry, *xs})
+        for inner in body.eqns:
+            if inner.primitive in PRODUCTS and not changing.isdisjoint(inner.outvars):
+                unchanged = variables(inner.invars) - changing
+                yield from ((counts.nbytes(v), loop.length) for v in unchanged)
+        for nbytes, times in parameters_read_in_loops(body.eqns, by_example):
+            yield nbytes, times * loop.length

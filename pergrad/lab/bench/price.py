@@ -72,7 +72,7 @@ def build(
     for name in names:
         if not tasks.is_installed(name):
             left_out[name] = "not installed"
-        elif name == AUTO and _all_at_once(loss, task, params, batch):
+        elif name == AUTO and auto_size(loss, task, params, batch) == _examples(batch):
             left_out[name] = "all at once"
         else:
             try:
@@ -98,16 +98,20 @@ def _compile(
     return timing.fastest(sized, params, batch, say=say)
 
 
-def _all_at_once(loss: Loss, task: Task, params: Tree, batch: Any) -> bool:
-    plan = pg.explain(loss, task.statistics, microbatch_size="auto")(params, batch)
-    return plan.microbatch_size == plan.batch_size
+def auto_size(loss: Loss, task: Task, params: Tree, batch: Any) -> int:
+    """How many examples at a time pergrad takes with `microbatch_size="auto"`."""
+    return pg.explain(loss, task.statistics, microbatch_size="auto")(params, batch).microbatch_size
 
 
 def _sizes(name: str, batch: Any) -> list[str]:
     """The names of a candidate with the microbatch sizes 1, 2, 4, ... that divide the batch."""
-    examples = len(jax.tree.leaves(batch)[0])
+    examples = _examples(batch)
     sizes = [2**k for k in range(examples.bit_length())]
     return [f"{name}{tasks.MICROBATCH}{size}" for size in sizes if examples % size == 0]
+
+
+def _examples(batch: Any) -> int:
+    return len(jax.tree.leaves(batch)[0])
 
 
 def largest_difference(

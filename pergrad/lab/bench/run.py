@@ -1,9 +1,9 @@
 """All measurements, a row for each candidate, in one JSON file.
 
 A row says what was measured (`part`, `case`, `task`; `axis` and `size` where a model grows), the
-candidate, and its numbers, or why it was `left_out`. The file is written after every comparison, so that
-it has all that an interrupted run has measured. The same command again, at the same commit, measures the
-rest.
+candidate, and its numbers, or why it was `left_out`; for `microbatch_size="auto"` also which size that
+was. The file is written after every comparison, so that it has all that an interrupted run has measured.
+The same command again, at the same commit, measures the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pergrad.lab.bench import cases, peak, price, tasks
-from pergrad.lab.bench.tasks import FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, VMAP
+from pergrad.lab.bench.tasks import AUTO, FLOOR, MICRO_GRAD, MICROBATCH, PERGRAD, VMAP
 from pergrad.lab.config import CaseName, PartName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors, to_json
@@ -153,17 +153,18 @@ def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
             return _compiled(item, workload, settings, say)
         case _:
             workload = cases.workload(item.case)
+    args = workload.loss, workload.task(item.task), workload.params, workload.batch
     found = price.measure(
-        workload.loss,
-        workload.task(item.task),
-        workload.params,
-        workload.batch,
+        *args,
         names=names,
         rounds=settings.rounds,
         budget=settings.budget,
         say=say,
     )
     rows = [{**_head(item, workload), **numbers} for numbers in price.numbers(found.results)]
+    for row in rows:
+        if row["candidate"] == AUTO:
+            row["microbatch_size"] = price.auto_size(*args)
     if item.part == "models" and item.task in settings.peak:
         for row in rows:
             row["process"] = peak.in_a_process(item.case, item.task, row["candidate"])
