@@ -206,7 +206,8 @@ def dropout(h: Array, e: Tree, w: Make) -> Array:
 
 
 def noise(h: Array, e: Tree, w: Make) -> Array:
-    drawn = jax.random.normal(e["key"], h.shape[1:], jnp.float32).astype(h.dtype)
+    # Uniform numbers of this range are the same in every program. A normal one is rounded as XLA likes.
+    drawn = jax.random.uniform(e["key"], h.shape[1:], jnp.float32, -1, 1).astype(h.dtype)
     return h + drawn[None] * over(w(2, h.shape[2])[0], h)
 
 
