@@ -8,6 +8,7 @@ wrong is reduced to a simpler one that is wrong, too.
 """
 
 import argparse
+import functools
 import re
 import sys
 import time
@@ -43,8 +44,7 @@ def main() -> None:
         counts[kind] += 1
         lines = [f"{seed}\t{outcome}\t{seconds:.2f} s\t{program}"]
         if kind == "wrong":
-            error = outcome.split(" ")[0]  # a simpler program is wrong in the same way
-            simplest = reduced(program, lambda program: _outcome(program).startswith(error))
+            simplest = reduced(program, functools.partial(_fails_alike, outcome))
             lines.append(f"#\t{_outcome(simplest)}\treduced\t{simplest!r}")
         _write(lines, options.log)
         if number % CLEARED_EVERY == 0:
@@ -61,6 +61,11 @@ def _outcome(program: Program) -> str:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = re.sub(r"\s+", " ", str(error))[:300]
         return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text}"
+
+
+def _fails_alike(outcome: str, program: Program) -> bool:
+    """Whether a program has the same kind of error as one with this outcome."""
+    return _outcome(program).split(" ")[0] == outcome.split(" ")[0]
 
 
 def _seeds(log: Path | None) -> set[int]:
