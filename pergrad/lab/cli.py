@@ -28,6 +28,7 @@ from pergrad.lab.config import (
     Train,
 )
 from pergrad.lab.errors import LabError, in_one_line
+from pergrad.lab.files import disk_errors
 from pergrad.lab.progress import ProgressBar, RunsBar
 
 DEMO = Train(model=Model(context=128), batch_size=8)  # whose plan and price the demonstration shows
@@ -271,6 +272,7 @@ def bench(
     rounds: int = 30,
     budget: float = 4.0,
     peak: tuple[TaskName, ...] = ("moments",),
+    rates: bool = False,
     out: Path = Path("bench"),
 ) -> None:
     """Measure what statistics cost on this machine.
@@ -287,8 +289,14 @@ def bench(
         rounds: at most so many timed runs of each candidate, which take turns; the fastest counts.
         budget: seconds after which a candidate sits out the remaining rounds.
         peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
-        out: where `results.json`, with machine and versions, and the figures are written.
+        rates: measure the rates that the plan prices strategies with, in place of statistics.
+        out: where `results.json` and the figures go, or `rates.json`, with machine and versions.
     """
+    if rates:
+        if loss or cases or tasks or parts:
+            raise LabError("--rates measures the machine, and takes no loss, cases, tasks or parts.")
+        _bench_rates(rounds, budget, out / "rates.json")
+        return
     from pergrad.lab.bench import drawings, run, tables
 
     console = Console()
@@ -310,6 +318,21 @@ def bench(
     console.print(f"times are the fastest of at most {rounds} rounds")
     for path in (out / "results.json", *drawings.write(every, out)):
         console.print(Text(str(path), "bold"), soft_wrap=True)
+
+
+def _bench_rates(rounds: int, budget: float, out: Path) -> None:
+    from pergrad.lab.bench import rates
+    from pergrad.lab.run import records
+
+    if rounds < 1:
+        raise LabError(f"rounds must be at least 1, not {rounds}.")
+    with disk_errors(out):  # before anything is measured that could not be written
+        out.parent.mkdir(parents=True, exist_ok=True)
+    measured = rates.measure(rounds=rounds, budget=budget)
+    known = rates.of_package()
+    records.write_json(out, rates.with_measured(known, measured))
+    print(rates.table(rates.of_today(known), measured))
+    Console().print(Text(str(out), "bold"), soft_wrap=True)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

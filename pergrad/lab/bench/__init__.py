@@ -8,6 +8,7 @@ peak       the memory of a whole process
 run        everything measured, into one JSON file
 tables     the numbers as tables
 drawings   the numbers as figures
+rates      the rates that the plan prices strategies with, on this machine
 
 Three modules are commands, `python -m pergrad.lab.bench.NAME`: `docs` writes the numbers into the pages
 of the documentation; `torch_side_by_side` measures PyTorch's libraries on the models of `torch_models`,
