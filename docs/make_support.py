@@ -2,8 +2,8 @@
 
     python docs/make_support.py
 
-For every primitive that has a rule there is a loss here whose gradient ends in it. Which strategies
-serve it is not said but tried.
+For every primitive that has a rule there is a loss here whose gradient ends in it. The strategies that
+can reduce it are found by trying all of them.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ def _slice(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.dynamic_slice(w, (jnp.argmax(x[0]),), (3,)) * x[0, :3]
 
 
-# What a user writes, and a parameter and a use of it whose gradient ends in the primitive.
+# For each primitive the code that users write, the shape of a parameter, and a function of the parameter
+# whose gradient ends in the primitive.
 PROBES: dict[Any, tuple[str, tuple[int, ...], Callable[[jax.Array, jax.Array], jax.Array]]] = {
     primitives.dot_general_p: ("`x @ w`, einsum, dense layers", (8, 3), lambda w, x: x @ w),
     primitives.conv_general_dilated_p: ("convolutions", (3, 1, 4), _convolution),
@@ -53,9 +54,9 @@ PROBES: dict[Any, tuple[str, tuple[int, ...], Callable[[jax.Array, jax.Array], j
     primitives.dynamic_update_slice_p: ("`lax.dynamic_slice`", (9,), _slice),
 }
 FAMILIES = {
-    "move": "entries of the gradient, elsewhere: `phi` may come before or after",
-    "scale": "entries times a number: a factorable `phi` may come before",
-    "mix": "linear: `phi` comes after",
+    "move": "entries of the gradient change their places, and `phi` may come before or after",
+    "scale": "entries are multiplied by numbers, and a factorable `phi` may come before",
+    "mix": "any other linear step, and `phi` must come after",
 }
 
 
@@ -64,14 +65,15 @@ def support_page() -> str:
     head = [
         "# What pergrad takes apart",
         "",
-        "This page is written by `python docs/make_support.py`, from the rules themselves. What is not",
-        "here is right too: its gradient is formed for each example, and the plan names the primitive",
-        "and the line.",
+        "This page is written by `python docs/make_support.py`, from the rules themselves. Statistics",
+        "are right for other primitives, too: a gradient that ends in one of them is formed for each",
+        "example, and the plan names the primitive and the line.",
         "",
         "## Terms",
         "",
-        "The sum over positions that a parameter's gradient ends in. The strategies are those that give",
-        "the second moment; *factored* needs one position, as `x @ w` has with one row an example.",
+        "A term is the sum over positions that a parameter's gradient ends in. The strategies are those",
+        "that give the second moment. *factored* needs a single position, as in `x @ w` with one row",
+        "for each example.",
         "",
         "| primitive of the gradient | from | term | strategies |",
         "|---|---|---|---|",
@@ -89,13 +91,14 @@ def support_page() -> str:
         "",
         "## Loops, branches and calls",
         "",
-        f"- Factors leave {' and '.join(inside)}; the gradients of stacked layers are reduced inside",
+        f"- Factors leave {' and '.join(inside)}. The gradients of stacked layers are reduced inside",
         "  their `scan`, layer by layer, if all statistics are `Mean`, `Variance`, `Norm` or `Dot`.",
-        f"- {', '.join(calls)} are looked into. The recomputation of `jax.checkpoint` stays.",
+        f"- {', '.join(calls)} are rewritten when the loss is traced.",
+        "  The recomputation of `jax.checkpoint` stays.",
         "- Mutable references that the loss makes (`jax.new_ref`) become arrays. References from",
         "  outside of the loss are refused.",
         "- `custom_jvp` and `custom_vjp` functions are differentiated by their own rules.",
-        "- `while` can be in the forward pass, where JAX can differentiate the rest.",
+        "- `while` can be in the forward pass, if JAX can differentiate the rest.",
     ]
     return "\n".join([*head, *terms, *steps, *rest]) + "\n"
 
