@@ -22,10 +22,19 @@ a strategy is that of so many examples already:
     + the norms and clipped means         which cost less if a gradient is formed once for both (m = 1)
 
 The term with r is for recurrences. Their products have only as many rows as there are examples in a
-microbatch, and bringing a parameter into order takes as long for few rows as for many. Widths of 64,
-128, 256 and 512 were measured on two busy cores, for an LSTM of 64 rounds with 2 to 16 examples. The
-time grows about linearly with m, and the line begins at 1, 0, 17 and 46 ms; 3 r / cache rate is 1, 3, 13
-and 54 ms.
+microbatch, and bringing a parameter into order takes as long for few rows as for many. The factor 3 (a
+read, a write, a read) is fitted to the benchmark and not well known:
+
+    the log of the benchmark     an LSTM takes 85 ms with 32 examples at once, 103 ms with 16 (moments);
+                                 a factor of 1 would choose 16, and 3 chooses 32
+    the same on busy cores       138 ms and 120 ms: there 16 examples at once are faster
+    LSTMs of other widths        the time for 0 examples, as a line through 2 to 16 has it, is 1, 0, 17
+                                 and 46 ms for widths of 64, 128, 256 and 512; 3 r / cache rate is 1, 3,
+                                 13 and 54 ms
+    single products in a loop    in the same way, 1.1 to 1.5 times r / cache rate, as the mean of the
+                                 forward and the backward pass, for widths of 128 to 512
+
+The last three were measured on two cores that other programs used, too.
 """
 
 from __future__ import annotations
