@@ -9,11 +9,11 @@ What differs between the versions, and where it is dealt with:
 | JAX | difference | where |
 |---|---|---|
 | 0.7.2 | `get_bind_params` returns functions and parameters, later the parameters alone | `bind` |
-| 0.7.2 | a convolution that widens its operands has no derivative | `terms/convolution.py` |
+| 0.7.2 | a convolution that widens its operands has no derivative | `_cut/terms/convolution.py` |
 | 0.7.2 | `discharge_state` takes and returns constants apart from the program | `without_references` |
 | 0.11.0 on | `Jaxpr` and `ClosedJaxpr` are one class, and calls hold either | `as_closed` |
 | 0.11.0 on | `scan` has `ft_in` in place of `num_consts` and `num_carry` | `scan_lengths` |
-| 0.11.2 on | `jax.experimental.shard_alike` is gone | `_spmd.py` does without it, always |
+| 0.11.2 on | `jax.experimental.shard_alike` is gone | `_call/spmd.py` does without it, always |
 """
 
 from __future__ import annotations

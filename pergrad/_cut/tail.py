@@ -10,6 +10,7 @@ reduce it over many examples without holding the gradients of all of them at onc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,8 +107,12 @@ class Tail:
 
     def operand(self, step: JaxprEqn) -> Var:
         """The operand of a move or a scale that depends on the terms."""
-        on_the_way = {v for s in self.steps for v in s.outvars} | {term.out for term in self.terms}
-        return next(v for v in distinct(step.invars) if v in on_the_way)
+        return next(v for v in distinct(step.invars) if v in self.on_the_way)
+
+    @functools.cached_property
+    def on_the_way(self) -> frozenset[Var]:
+        """The terms, and the variables that depend on them."""
+        return frozenset({v for s in self.steps for v in s.outvars} | {term.out for term in self.terms})
 
     def number_of(self, step: JaxprEqn, env: Env, dtype: Any) -> jax.Array:
         """What a scaling step multiplies by: one number, or an array with a number for each entry.

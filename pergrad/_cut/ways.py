@@ -147,7 +147,7 @@ class Way:
     def _taken(self, stride: Stride, env: Env, x: jax.Array) -> jax.Array:
         """The result of one step for the operand `x`, with zeros for what comes from other terms."""
         step = stride.step
-        from_terms = [v for v in distinct(step.invars) if v in on_the_way(self.tail)]
+        from_terms = [v for v in distinct(step.invars) if v in self.tail.on_the_way]
         env = env | {v: jnp.zeros(aval(v).shape, x.dtype) for v in from_terms}
         env |= zip(distinct([step.invars[stride.operand]]), [x], strict=True)
         evaluate_wide([step], env)
@@ -161,7 +161,7 @@ def ways_to(tail: Tail, place: int) -> list[Way] | None:
         rule = STEPS[step.primitive]
         for result, out in enumerate(step.outvars):
             for operand, v in enumerate(step.invars if out in ways else []):
-                if isinstance(v, Literal) or v not in on_the_way(tail):
+                if isinstance(v, Literal) or v not in tail.on_the_way:
                     continue
                 stride = Stride(step, operand, result)
                 mixes = not rule.takes_single_entries(step, operand)
@@ -169,11 +169,6 @@ def ways_to(tail: Tail, place: int) -> list[Way] | None:
                     return None
                 ways[v] = (stride, *ways[out])
     return [Way(tail, term, ways[term.out]) for term in tail.terms if term.out in ways]
-
-
-def on_the_way(tail: Tail) -> set[Var]:
-    """The variables of a tail that depend on its terms, and the terms themselves."""
-    return {v for step in tail.steps for v in step.outvars} | {term.out for term in tail.terms}
 
 
 def of_nothing(tail: Tail, place: int, env: Env, dtype: Any) -> jax.Array | None:

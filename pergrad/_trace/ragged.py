@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pergrad._compat import JaxprEqn
+from pergrad._ir import with_example_axis
 
 
 def with_batching(eqn: JaxprEqn) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ def with_batching(eqn: JaxprEqn) -> Callable[..., Any]:
         @product.def_vmap
         def rule(size: int, batched: Sequence[bool], x: Any, weights: Any, sizes: Any) -> Any:
             in_front = [
-                a if has_axis else jnp.broadcast_to(a, (size, *a.shape))
+                with_example_axis(a, has_axis, size)
                 for a, has_axis in zip((x, weights, sizes), batched, strict=True)
             ]
             if batched[1]:

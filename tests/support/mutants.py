@@ -192,7 +192,7 @@ MUTANTS = (
         "pergrad/_cut/terms/convolution.py",
         "starts = [strides[axis] * p for",
         "starts = [p for",
-        cases("conv_2d", "conv_1d"),
+        cases("conv_3d", "conv_depthwise"),
     ),
     Mutant(
         "Ragged",

@@ -64,7 +64,7 @@ def hoist(program: Program, wanted: Wanted) -> Program:
     If a gradient leaves a loop as an output, and all its statistics take it in by parts (`wanted`), its
     tails stay inside the loop.
     """
-    if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in program.jaxpr.eqns):
+    if not any(eqn.primitive in RULES for eqn in program.jaxpr.eqns):
         return program
     walk = Walk.through(program, wanted, hoisted=False)
     hoisted = _hoisted(walk, ClosedJaxpr(program.jaxpr, program.consts), wanted.together)
@@ -77,13 +77,13 @@ def _hoisted(walk: Walk, program: ClosedJaxpr, together: bool) -> ClosedJaxpr:
     Inputs and outputs are those of `program`. `together` says whether several examples run at a time.
     """
     jaxpr = program.jaxpr
-    if not any(eqn.primitive in (*RULES, *SPLITTING) for eqn in jaxpr.eqns):
+    if not any(eqn.primitive in RULES for eqn in jaxpr.eqns):
         return program
 
     def run(*args: Any) -> list[Any]:
         env = starting_env(program, args)
         for place, eqn in enumerate(jaxpr.eqns):
-            rule = RULES.get(eqn.primitive) or SPLITTING.get(eqn.primitive)
+            rule = RULES.get(eqn.primitive)
             if rule is None:
                 evaluate([eqn], env)
             else:
@@ -195,11 +195,6 @@ Rule = Callable[[Walk, int, Env, bool], list[Any]]
 RULES: dict[Primitive, Rule] = {
     **dict.fromkeys(LOOPS, _from_loop),
     primitives.cond_p: _from_branches,
-}
-
-
-# The rules for equations that are split, so that each gradient has its own.
-SPLITTING: dict[Primitive, Rule] = {
     _compat.optimization_barrier_p: _each_behind_its_own,
     _compat.split_p: _products_of_pieces,
 }
