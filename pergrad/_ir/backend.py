@@ -29,7 +29,7 @@ class Backend:
     system has to provide first. A program needs such memory if it takes more than the `kept_size` bytes
     that a process keeps from one run to the next.
 
-    Two durations are in seconds: `loop_step` is what every round of a loop costs and `equation` what
+    Two durations are in seconds: `loop_round` is what every round of a loop costs and `equation` what
     every equation costs, however small its arrays are.
 
     `example_axis` is the factor by which a program with an axis of examples takes longer than one
@@ -49,7 +49,7 @@ class Backend:
     cache_rate: float
     cache_size: float
     example_axis: float
-    loop_step: float
+    loop_round: float
     equation: float
     stream_size: float
     working_set: float

@@ -45,7 +45,7 @@ from pergrad._cut import Cut
 from pergrad._ir import Backend, Is, Loop, counts, those_that_are
 from pergrad._plan.backbone import bytes_of, equations_of, parameters_read_in_loops
 from pergrad._plan.choose import TailPlan
-from pergrad._statistics import LeafStatistic
+from pergrad._statistics import LeafStatistic, Phase
 
 CONVOLUTIONS = those_that_are(Is.CONVOLUTION)
 
@@ -68,7 +68,7 @@ def choose_microbatch_size(
     states = [n * counts.nbytes(g) for n, g in zip(numbers, cut.program.grads, strict=True)]
     q = sum(states[param] for param in in_loops)
     p = sum(states) + sum(counts.nbytes(v) for v in cut.program.params)
-    each = p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_step
+    each = p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_round
     each += counts.equations(eqns) * device.equation
     for nbytes, times in parameters_read_in_loops(eqns, cut.varies):
         rate = device.cache_rate if nbytes <= device.cache_size else device.memory_rate
@@ -81,7 +81,7 @@ def choose_microbatch_size(
         at_a_time = 1 if m == 1 else batch_size
         return batch_size / at_a_time * sum(t.seconds_of_clipping for t in planned(at_a_time))
 
-    clips = any(not s.shares_weights for own in wanted for s in own)
+    clips = any(s.phase is Phase.CLIPPED for own in wanted for s in own)
 
     def seconds(m: int) -> float:
         price = batch_size / m * each

@@ -127,15 +127,17 @@ class _Microbatch(NamedTuple):
         """The outcome for these examples. Accumulators continue from `states`."""
         cut, schedule, size = self.cut, self.schedule, examples[0].shape[0]
         own_weights = w if isinstance(w, jax.Array) else jnp.full(size, w)
-        starts_from_weight = bool(schedule.weighed) and not isinstance(w, jax.Array)
-        losses, aux, in_loops, inputs = self._run_backbone(examples, w, own_weights, states)
+        # The backward pass starts from the weight of an example only if all have the same.
+        weighed = () if isinstance(w, jax.Array) else schedule.weighed
+        start = 1.0 if isinstance(w, jax.Array) or not weighed else w
+        losses, aux, in_loops, inputs = self._run_backbone(examples, w, own_weights, start, states)
         reductions = [
             Reduction(
                 schedule.tails[tail.number],
                 Examples(size, w, factors, constants),
                 self.directions,
                 schedule.paths,
-                schedule.weighed if starts_from_weight else (),
+                weighed,
             )
             for tail, (factors, constants) in zip(cut.tails, inputs, strict=True)
         ]
@@ -151,12 +153,16 @@ class _Microbatch(NamedTuple):
         return Outcome(losses, aux, results, kept)
 
     def _run_backbone(
-        self, examples: Sequence[Any], w: Weights, own_weights: jax.Array, states: States
+        self,
+        examples: Sequence[Any],
+        w: Weights,
+        own_weights: jax.Array,
+        start: float,
+        states: States,
     ) -> tuple[jax.Array, list[jax.Array], States, list[tuple[list[Any], list[Any]]]]:
         """Losses, leaves of aux, results of tails in loops, and factors and constants of other tails."""
         cut, program, size = self.cut, self.cut.program, examples[0].shape[0]
         shared = None if isinstance(w, jax.Array) else w
-        start = shared if self.schedule.weighed and shared is not None else 1.0
         reducers = reducers_in_loops(self.schedule, size, shared)
         inner = {
             param: v

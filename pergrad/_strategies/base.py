@@ -97,9 +97,26 @@ class Strategy(abc.ABC):
         return False
 
 
-def reason_to_form(work: Work, otherwise: str) -> str:
-    """The reason for forming gradients: the size of the batch, a term of the tail, or `otherwise`."""
-    if work.size == 1:
-        return "one at a time"
-    terms = work.tail.terms if work.units.per_example == 1 else ()
-    return next((term.why_formed for term in terms if term.why_formed), otherwise)
+@dataclasses.dataclass(frozen=True)
+class FormingStrategy(Strategy):
+    """A strategy that forms every example's gradient, and feeds all statistics with it."""
+
+    forms_gradients = True
+    feeds_all = True
+
+    def operations(self, work: Work, statistics: int) -> float:
+        # A statistic takes about two operations for every number of a gradient.
+        return work.forming_operations + 2 * work.size * statistics * work.numbers
+
+    def reason(self, work: Work) -> str:
+        if not work.tail.terms:
+            return "the same for every example"
+        if work.size == 1:
+            return "one at a time"
+        terms = work.tail.terms if work.units.per_example == 1 else ()
+        own = (term.why_formed for term in terms if term.why_formed)
+        return next(own, self.reason_of_price(work))
+
+    @abc.abstractmethod
+    def reason_of_price(self, work: Work) -> str:
+        """The reason, if neither the batch nor the program leaves another choice."""

@@ -50,7 +50,7 @@ class InnerProducts(Strategy):
         operations = work.size * _operations_of_one(work) * others
         device = work.device
         rate = device.batched_rate if self.batched else device.product_rate
-        rounds = 0 if self.batched else work.size * device.loop_step
+        rounds = 0 if self.batched else work.size * device.loop_round
         return operations / rate + work.moving(2 * work.factors) + rounds
 
     def operations(self, work: Work, statistics: int) -> float:
@@ -65,7 +65,7 @@ class InnerProducts(Strategy):
     def fitted(self, work: Work, at_a_time: int | None) -> InnerProducts:
         """The batched variant if one batched product takes less time than a loop of single products."""
         operations, device = _operations_of_one(work), work.device
-        looped = operations / device.product_rate + device.loop_step
+        looped = operations / device.product_rate + device.loop_round
         return InnerProducts(batched=operations / device.batched_rate < looped)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:

@@ -14,17 +14,15 @@ import jax
 
 from pergrad._cut import Examples, Tail
 from pergrad._statistics import LeafStatistic, OfAllGradients, Reading
-from pergrad._strategies.base import Job, Strategy, reason_to_form
+from pergrad._strategies.base import FormingStrategy, Job
 from pergrad._strategies.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
-class Materialise(Strategy):
+class Materialise(FormingStrategy):
     """The strategy that forms the gradients of all examples at once."""
 
     name = "materialise"
-    forms_gradients = True
-    feeds_all = True
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         return None
@@ -35,15 +33,11 @@ class Materialise(Strategy):
         formed = work.forming_operations / work.device.batched_rate
         return formed + work.moving(work.size * work.gradient * passes)
 
-    def operations(self, work: Work, statistics: int) -> float:
-        # A statistic takes about two operations for every number of a gradient.
-        return work.forming_operations + 2 * work.size * statistics * work.numbers
-
     def temporary_bytes(self, work: Work) -> float:
         return work.formed * work.size
 
-    def reason(self, work: Work) -> str:
-        return reason_to_form(work, "small") if work.tail.terms else "the same for every example"
+    def reason_of_price(self, work: Work) -> str:
+        return "small"
 
     def sums_factors(self, tail: Tail) -> bool:
         return all(term.is_value for term in tail.terms)

@@ -22,7 +22,7 @@ from jax import lax
 from pergrad._cut import Examples, Tail
 from pergrad._ir import in_groups
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State
-from pergrad._strategies.base import Job, Strategy, reason_to_form
+from pergrad._strategies.base import FormingStrategy, Job
 from pergrad._strategies.work import Work
 
 # On the CPU, TOGETHER examples share one pass over the states if such a pass takes more than the part
@@ -32,15 +32,13 @@ TOGETHER, WORTH_SHARING = 4, 0.4
 
 
 @dataclasses.dataclass(frozen=True)
-class Streamed(Strategy):
+class Streamed(FormingStrategy):
     """The strategy that forms gradients in a loop, `at_a_time` of them in each round.
 
     `batched` says whether one batched product forms the gradients of a round.
     """
 
     name = "streamed"
-    forms_gradients = True
-    feeds_all = True
     takes_number = True
 
     at_a_time: int = 1
@@ -57,22 +55,16 @@ class Streamed(Strategy):
         g, s = work.gradient, work.accumulators
         passes = work.moving(work.size * g * (1 + 2 * s), at_once=g * (1 + s))
         formed = work.forming_operations / work.device.product_rate
-        return formed + passes + work.size * work.device.loop_step
-
-    def operations(self, work: Work, statistics: int) -> float:
-        # A statistic takes about two operations for every number of a gradient.
-        return work.forming_operations + 2 * work.size * statistics * work.numbers
+        return formed + passes + work.size * work.device.loop_round
 
     def temporary_bytes(self, work: Work) -> float:
         return work.formed * min(self.at_a_time, work.size)
 
-    def reason(self, work: Work) -> str:
+    def reason_of_price(self, work: Work) -> str:
         terms = work.tail.terms
-        if not terms:
-            return "the same for every example"
         positions = max(term.contributions for term in terms)
         what = f"sums over {positions} positions" if positions > 1 else "not a mean of factorable phi"
-        return reason_to_form(work, what if len(terms) == 1 else f"{what}, {len(terms)} terms")
+        return what if len(terms) == 1 else f"{what}, {len(terms)} terms"
 
     def fitted(self, work: Work, at_a_time: int | None) -> Streamed:
         at_a_time = at_a_time or _liked_at_a_time(work)

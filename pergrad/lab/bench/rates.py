@@ -85,7 +85,7 @@ def probes(sizes: Sizes) -> dict[str, Probe]:
         "memory_rate": _passes(sizes.memory, sizes.moved),
         "cache_rate": _passes(sizes.cache, sizes.moved),
         "fresh_rate": _new_memory(sizes.memory),
-        "loop_step": _small_rounds(sizes.rounds),
+        "loop_round": _small_rounds(sizes.rounds),
         "equation": _small_equations(sizes.equations),
     }
 

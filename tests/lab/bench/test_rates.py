@@ -71,7 +71,7 @@ def test_amounts_of_work():
         assert compiled.cost_analysis()["flops"] == made[name].amount
     assert made["memory_rate"].amount == made["cache_rate"].amount == SMALL.moved
     assert made["product_rate"].result(2.0) == made["product_rate"].amount / 2
-    assert made["loop_step"].result(2.0) == 2 / SMALL.rounds
+    assert made["loop_round"].result(2.0) == 2 / SMALL.rounds
 
 
 def test_other_devices_keep_their_rates():
