@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import programs
 from tests.support.program_edges import HEADS, WITH_KEY
-from tests.support.programs import FORMS, Call, Layer, Network, Program, check, draw, reduced
+from tests.support.programs import FORMS, Call, Layer, Network, RandomProgram, check, draw, reduced
 from tests.support.selection import FIRST_PROGRAM
 
 
@@ -47,7 +47,7 @@ def test_most_programs_are_compared():
 
 
 def test_a_wrong_statistic_is_noticed(monkeypatch):
-    program = Program(Network((Layer(),)), Call(asked="powers"), seed=0)
+    program = RandomProgram(Network((Layer(),)), Call(asked="powers"), seed=0)
     assert check(program) == "ok"
     wrong = dict(programs.STATISTICS, square=programs.STATISTICS["abs"])
     monkeypatch.setattr(programs, "STATISTICS", wrong)

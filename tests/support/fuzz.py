@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 from tests.support import strict  # noqa: F401 (it sets JAX up)
-from tests.support.programs import Program, check, draw, reduced
+from tests.support.programs import RandomProgram, check, draw, reduced
 
 CLEARED_EVERY = 50  # programs, after which what JAX keeps of them is forgotten
 
@@ -53,7 +53,7 @@ def main() -> None:
     sys.exit(counts["wrong"] > 0)
 
 
-def _outcome(program: Program) -> str:
+def _outcome(program: RandomProgram) -> str:
     """What `check` says, or its error on one line."""
     try:
         return check(program)
@@ -63,7 +63,7 @@ def _outcome(program: Program) -> str:
         return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text}"
 
 
-def _fails_alike(outcome: str, program: Program) -> bool:
+def _fails_alike(outcome: str, program: RandomProgram) -> bool:
     """Whether a program has the same kind of error as one with this outcome."""
     return _outcome(program).split(" ")[0] == outcome.split(" ")[0]
 

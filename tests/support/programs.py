@@ -159,7 +159,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Program:
+class RandomProgram:
     network: Network
     call: Call
     seed: int  # of the numbers
@@ -235,7 +235,7 @@ def _differences(x: Any, plain: Any, shown: Sequence[str], skipped: Sequence[str
 # From a seed to a program.
 
 
-def draw(seed: int) -> Program:
+def draw(seed: int) -> RandomProgram:
     """The program of a seed. Programs of neighbouring seeds have nothing in common."""
     r = np.random.default_rng(seed)
 
@@ -286,13 +286,13 @@ def draw(seed: int) -> Program:
         microbatch_size=one([None, None, 1, 2, 3, "auto"]),
         strategy=one(["auto", "auto", "auto", *(strategy.name for strategy in STRATEGIES)]),
     )
-    return Program(network, call, seed)
+    return RandomProgram(network, call, seed)
 
 
 # From a program to an answer.
 
 
-def check(program: Program) -> str:
+def check(program: RandomProgram) -> str:
     """Compares a program's statistics with the oracle's and returns "ok", or why there is no comparison.
 
     Raises an error if a statistic is wrong.
@@ -335,7 +335,9 @@ def _paths(params: Tree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def _truth(program: Program, loss: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Truth, float]:
+def _truth(
+    program: RandomProgram, loss: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Truth, float]:
     """The truth in float64, zero for examples of weight 0, and the error that a gradient may have.
 
     In mixed precision the model's own roundings count, which no strategy can undo. The oracle's
@@ -370,7 +372,7 @@ def _widen(x: Any) -> Any:
 # From a wrong program to a simpler one.
 
 
-def simpler(program: Program) -> Iterator[Program]:
+def simpler(program: RandomProgram) -> Iterator[RandomProgram]:
     """Programs that differ in one place, where they are simpler."""
     network, call = program.network, program.call
     for i, layer in enumerate(network.layers):
@@ -392,7 +394,7 @@ def _plainer(x: Any, plain: Any) -> Iterator[Any]:
             yield replace(x, **{field.name: value})
 
 
-def reduced(program: Program, is_wrong: Callable[[Program], bool]) -> Program:
+def reduced(program: RandomProgram, is_wrong: Callable[[RandomProgram], bool]) -> RandomProgram:
     """The simplest program that is found to be wrong still, one simplification after the other."""
     for candidate in simpler(program):
         if is_wrong(candidate):

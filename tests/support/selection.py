@@ -48,7 +48,6 @@ HOW_MANY = os.environ.get("PERGRAD_TESTS", "some")
 SHORTENED = {
     "call/test_check.py": {"test_good_loss"},
     "cut/test_lookups.py": {"test_whole_gradients"},
-    "library/test_random_programs.py": {"test_random_program"},
     "library/test_cases.py": {"test_low_precision", "test_means_alone"},
     "library/test_cases_whole.py": {"test_whole_gradients_and_units", "test_mixed_precision"},
     "lab/bench/test_bench.py": {"test_every_model_agrees_with_vmap"},
