@@ -122,50 +122,68 @@ def _choose_for(
     With `may_form_once`, one gradient may serve both the norm and the clipped mean (`_formed_once`). The
     price of the norm then includes that of the clipped mean.
     """
-    tail = work.tail
     strategies = [s.fitted(work, forced.at_a_time) for s in STRATEGIES]
-    former = min(
-        (s for s in strategies if s.forms_gradients), key=lambda s: s.seconds(work, statistics[0])
-    )
-
-    def price(strategy: Strategy, statistic: LeafStatistic) -> float:
-        own = strategy.seconds(work, statistic)
-        if not (may_form_once and _is_norm(statistic)):
-            return own
-        formed = strategy.forms_gradients
-        return own + (work.seconds_of_joining() if formed else Summed().seconds(work, statistic))
-
+    asked = next((s for s in strategies if _is_asked_for(s, forced)), None)
+    forming = [s for s in strategies if s.forms_gradients]
+    former = min(forming, key=lambda s: s.seconds(work, statistics[0]))
     chosen: dict[LeafStatistic, tuple[Strategy, str]] = {}
     for statistic in statistics:
-        why_not = {s: s.why_not(tail, statistic) for s in strategies}
-        able = [s for s in strategies if why_not[s] is None]
-        asked = next((s for s in strategies if _is_asked_for(s, forced)), None)
-        if asked in able:
+        why_not = {s: s.why_not(work.tail, statistic) for s in strategies}
+        if asked is not None and why_not[asked] is None:
             chosen[statistic] = asked, "as asked"
             continue
-        best = [s for s in able if not s.forms_gradients or s == former]
-        # A sum over examples is one product, which never costs more than forming all gradients first.
-        # The only exception is a sum that is a convolution.
-        others = [s for s in best if not s.forms_gradients]
-        if statistic.accumulates and others and not work.convolves:
-            best = others
-        strategy = min(best or able, key=lambda s: price(s, statistic))
-        reason = strategy.reason(work) if asked is None else f"not {asked.name}: {why_not[asked]}"
-        chosen[statistic] = strategy, reason
+        able = [s for s in strategies if why_not[s] is None]
+        # Of two ways to form gradients only the cheaper one competes with the other strategies.
+        competing = [s for s in able if not s.forms_gradients or s == former]
+        cheapest = _cheapest(competing or able, work, statistic, may_form_once)
+        reason = cheapest.reason(work) if asked is None else f"not {asked.name}: {why_not[asked]}"
+        chosen[statistic] = cheapest, reason
+    if forced.strategy is None:
+        chosen = _joined(chosen, work)
 
-    passes = [pair for pair in chosen.values() if pair[0].feeds_all]
-    if forced.strategy is None and passes:
-        joined, _ = passes[0]
-        for statistic, (strategy, _) in chosen.items():
-            is_cheaper = work.seconds_of_joining() < strategy.seconds(work, statistic)
-            if not strategy.feeds_all and joined.why_not(tail, statistic) is None and is_cheaper:
-                chosen[statistic] = passes[0]
     for strategy in dict.fromkeys(s for s, _ in chosen.values()):
         own = tuple(statistic for statistic, (s, _) in chosen.items() if s == strategy)
         reason = "; ".join(dict.fromkeys(why for s, why in chosen.values() if s == strategy))
         accumulators = sum(statistic.accumulates for statistic in own)
         own_work = dataclasses.replace(work, accumulators=accumulators)
         yield Choice(strategy, own, reason, own_work, strategy.seconds(own_work, own[0]))
+
+
+def _cheapest(
+    able: Sequence[Strategy], work: Work, statistic: LeafStatistic, may_form_once: bool
+) -> Strategy:
+    """The cheapest of the strategies that are able to give a statistic."""
+
+    def price(strategy: Strategy) -> float:
+        own = strategy.seconds(work, statistic)
+        if not (may_form_once and _is_norm(statistic)):
+            return own
+        formed = strategy.forms_gradients
+        return own + (work.seconds_of_joining() if formed else Summed().seconds(work, statistic))
+
+    # A sum over examples is one product, which never costs more than forming all gradients first. The
+    # only exception is a sum that is a convolution.
+    others = [s for s in able if not s.forms_gradients]
+    if statistic.accumulates and others and not work.convolves:
+        return min(others, key=price)
+    return min(able, key=price)
+
+
+def _joined(
+    chosen: dict[LeafStatistic, tuple[Strategy, str]], work: Work
+) -> dict[LeafStatistic, tuple[Strategy, str]]:
+    """The choices, where a statistic joins a pass that runs for others anyway if that is cheaper."""
+    passes = [pair for pair in chosen.values() if pair[0].feeds_all]
+    if not passes:
+        return chosen
+    joined, _ = passes[0]
+
+    def joins(strategy: Strategy, statistic: LeafStatistic) -> bool:
+        is_cheaper = work.seconds_of_joining() < strategy.seconds(work, statistic)
+        is_able = joined.why_not(work.tail, statistic) is None
+        return not strategy.feeds_all and is_able and is_cheaper
+
+    return {s: passes[0] if joins(own[0], s) else own for s, own in chosen.items()}
 
 
 def _is_asked_for(strategy: Strategy, forced: Forced) -> bool:
