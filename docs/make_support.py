@@ -19,6 +19,7 @@ import pergrad as pg
 from pergrad import _compat
 from pergrad._cut import STEPS, TERMS
 from pergrad._cut.hoist.hoist import RULES
+from pergrad._ir import LOOPS, Is, those_that_are
 from pergrad._strategies import STRATEGIES
 from pergrad._trace.trace import CALLS
 
@@ -83,7 +84,8 @@ def support_page() -> str:
     for family, meaning in FAMILIES.items():
         names = sorted(f"`{p.name}`" for p, step in STEPS.items() if step.family == family)
         steps.append(f"| *{family}*: {meaning} | {', '.join(names)} |")
-    inside = sorted(f"`{p.name}`" for p in RULES)
+    run_programs = LOOPS | those_that_are(Is.RUNS_BRANCHES)
+    inside = sorted(f"`{p.name}`" for p in RULES if p in run_programs)
     # JAX 0.11.2 and later have another name for this one.
     own_names = {primitives.closed_call_p: "closed_call"}
     calls = sorted(f"`{own_names.get(p, p.name)}`" for p in CALLS if p not in RULES and p not in TERMS)

@@ -51,7 +51,7 @@ class Mutant:
 
 def cases(*names: str, file: str = "tests/library/test_cases.py") -> tuple[str, ...]:
     """The tests of these cases."""
-    return file, "-k", " or ".join(f"[{name}]" for name in names)
+    return file, "-k", " or ".join(f"[{name}] or [{name}-" for name in names)
 
 
 WHOLE = ("tests/statistics/test_whole_gradients.py", "-k", "test_alone or microbatch or weights")

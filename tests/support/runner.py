@@ -115,22 +115,25 @@ class Runner:
         assert_agrees(out, self.truth, self.weights, self.error)
 
 
-def check_all(case: Case, strategies: Any, statistics: Any, dtype: str) -> None:
+def check_all(
+    case: Case, strategies: Any, statistics: Any, dtype: str, beside: Sequence[str] = ()
+) -> None:
     """Each strategy in one variant, which moves on by one from case to case, so that over all cases
     every strategy meets every variant.
 
-    A program has those statistics that one of its parameters has not got in this way before: what
-    takes time is to compile them. All but the first trace the loss together.
+    A program has those statistics that one of its parameters has not got in this way before, nor gets
+    from a strategy of `beside` in another test: what takes time is to compile them. All but the first
+    trace the loss together.
     """
     done: set[Any] = set()
-    for offset, strategy in enumerate(strategies):
+    for offset, strategy in enumerate((*beside, *strategies)):
         number = CASES.index(case) + offset * STRIDE
         runner = Runner(case, VARIANTS[number % len(VARIANTS)], dtype, once=offset > 0)
         runner.statistics = statistics
         new = runner.ways(strategy) - done
         names = {name for name, *_ in new} | {"loss", "count"}
         runner.statistics = {name: STATISTICS[name] for name in sorted(names)}
-        if new:
+        if new and strategy in strategies:
             runner.check(strategy)
         done |= new
 

@@ -44,11 +44,26 @@ def _turn() -> int:
 TURN = int(os.environ.setdefault("PERGRAD_TURN", str(_turn())))
 HOW_MANY = os.environ.get("PERGRAD_TESTS", "some")
 
-# Long lists of parameters. What meets every case and strategy is not among them.
+# Long lists of parameters. That every case meets the strategies that the plan takes is not among them.
 SHORTENED = {
     "call/test_check.py": {"test_good_loss"},
     "cut/test_lookups.py": {"test_whole_gradients"},
-    "library/test_cases.py": {"test_low_precision", "test_means_alone"},
+    "library/test_cases.py": {"test_strategies", "test_low_precision", "test_means_alone"},
+    "library/test_integrations.py": {
+        "test_statistics",
+        "test_half_precision",
+        "test_check_accepts",
+        "test_check_of_a_mean_over_all_tokens",
+    },
+    "lab/studies/test_studies.py": {"test_study"},
+    "optim/test_optim.py": {
+        "test_keeps_dtypes",
+        "test_a_changed_gradient_is_refused",
+        "test_a_changed_gradient_is_fine_for_those_of_the_mean_alone",
+        "test_a_gradient_computed_apart_is_fine",
+        "test_several_batches_are_one_step",
+        "test_clipped_is_as_if_every_gradient_had_been_scaled",
+    },
     "library/test_cases_whole.py": {"test_whole_gradients_and_units", "test_mixed_precision"},
     "lab/bench/test_bench.py": {"test_every_model_agrees_with_vmap"},
     "cut/test_loops.py": {"test_elementwise_statistics", "test_all_that_can_leaves"},
