@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from pergrad.lab import timing
 from pergrad.lab.bench import price, tasks
 from pergrad.lab.errors import LabError
 from tests.support import pages
+from tests.support.own_loss import ARGS, loss
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +18,6 @@ def as_for_users():
         yield
 
 
-def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-
-def example() -> Any:
-    """What `pergrad bench MODULE:FUNCTION` asks for."""
-    return loss, *ARGS
-
-
-ARGS = np.full((3, 2), 0.3, np.float32), np.arange(12, dtype=np.float32).reshape(4, 3) / 12
 MOMENTS = tasks.TASKS["moments"]
 ALONE = {"names": (tasks.FLOOR, tasks.VMAP, tasks.PERGRAD), "rounds": 1, "say": timing.silent}
 

@@ -7,43 +7,12 @@ import pytest
 from matplotlib.figure import Figure as Sheet
 
 import pergrad.lab.pages.sheet
-from pergrad.lab.compare.decide import Estimate, estimate
+from pergrad.lab.compare.decide import estimate
 from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures
 from pergrad.lab.pages.sheet import limits, look_of, outside, short
 from tests.support import sheets
-
-LOST = Estimate(math.nan, -math.inf, math.inf, 3)
-
-STEPS = np.arange(1, 41)
-FALL = 2 + 3 / STEPS
-CURVES = {
-    "Adam": (STEPS, FALL, FALL - 0.1, FALL + 0.1),
-    "SignSGD": (STEPS, np.where(STEPS < 20, FALL + 0.5, np.nan), FALL, FALL + 1),
-    "one seed": (STEPS, FALL + 0.2, np.full(40, -np.inf), np.full(40, np.inf)),
-    "never": (STEPS, np.full(40, np.inf), np.full(40, np.nan), np.full(40, np.nan)),
-}
-RATES = {
-    "Adam": {1e-3: estimate([2.0, 2.1, 2.2]), 3e-3: estimate([1.8, 1.9, 1.9]), 1e-2: LOST},
-    "SignSGD": {1e-4: estimate([2.5]), 1e-3: estimate([2.3])},
-    "never": {1e-3: LOST},
-}
-BEST = {"Adam": estimate([1.8, 1.9, 1.9]), "SignSGD": estimate([2.3]), "never": LOST}
-X, Y = [1e-4, 1e-3, 1e-2], [0.0, 1.0]
-MAP = [[1.0, 2.0, math.nan], [3.0, 4.0, math.inf]]
-
-
-def a_map(fig, values=MAP):
-    marks = {"best": (1e-4, 0.0), "theory": (3e-4, 0.5)}
-    figures.heat_map(fig, X, Y, values, "rate", "mix", label="loss", marks=marks, logx=True)
-
-
-DRAWINGS = {
-    "lines": lambda fig: figures.lines_with_bands(fig, CURVES, "step", "loss", logx=True),
-    "rates": lambda fig: figures.loss_against_rate(fig, RATES),
-    "bars": lambda fig: figures.bars_with_intervals(fig, BEST),
-    "map": a_map,
-}
+from tests.support.made_up import BEST, DRAWINGS, FALL, LOST, RATES, STEPS, a_map
 
 
 def drawn(name):

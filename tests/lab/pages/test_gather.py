@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 
 from pergrad.lab import cli
-from pergrad.lab.config import Model, Train, to_json
+from pergrad.lab.config import Model, Train
 from pergrad.lab.pages import gather
 from pergrad.lab.run.train import Unwatched, train
 from tests.support import labs, pages, sheets
+from tests.support.made_up import made
 
 SEEDS = (0, 1, 2)
 
@@ -113,19 +113,6 @@ def test_the_same_run_twice_counts_once(root, tmp_path):
 
 
 # Runs that are made up.
-
-
-def made(path: Path, config: Train, losses: Sequence[float | None], *, data: str = "a") -> Path:
-    path.mkdir(parents=True)
-    about = {"config": to_json(config), "data": {"name": data, "digest": data}, "versions": {}}
-    (path / "config.json").write_text(json.dumps(about))
-    rows = [{"step": i, "loss": loss} for i, loss in enumerate(losses, 1)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if len(losses) == config.steps:
-        end = dict.fromkeys(("train_loss", "tune_loss", "test_loss"), losses[-1])
-        end = {"steps": len(losses), "diverged": losses[-1] is None, **end}
-        (path / "result.json").write_text(json.dumps(end))
-    return path
 
 
 def test_methods_of_equal_seeds_are_compared(tmp_path):

@@ -11,10 +11,8 @@ from pergrad.lab.config import Model, Train
 from pergrad.lab.pages import findings, gather
 from pergrad.lab.pages.report import Figure, Section, Table, write
 from pergrad.lab.run import records
-from tests.lab.pages.test_figures import DRAWINGS
-from tests.lab.pages.test_gather import made
-from tests.lab.pages.test_report import a_page
 from tests.support import chromium
+from tests.support.made_up import DRAWINGS, a_page, made
 
 
 @pytest.fixture(scope="module")

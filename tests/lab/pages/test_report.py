@@ -13,11 +13,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from pergrad.lab.compare.decide import compare, estimate
+from pergrad.lab.compare.decide import estimate
 from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures
 from pergrad.lab.pages.report import Figure, Page, Section, Table, settings, write
-from tests.lab.pages.test_figures import DRAWINGS
+from tests.support.made_up import DRAWINGS, a_line, a_page
 from tests.support.pages import ROOT
 
 ATTACKS = [
@@ -60,29 +60,6 @@ class Parsed(HTMLParser):
 
 def read(path):
     return Parsed(path.read_text())
-
-
-def a_line(sheet):
-    sheet.add_subplot().plot([1, 2, 3], [3, 1, 2])
-
-
-LINE = Figure("A line", "It goes down and up.", a_line)
-
-
-def a_page(text="text", figures=(LINE,)):
-    table = Table(text, [text, "loss"], [[text, "1.5"], ["x", "-2e-3 (1 seed)"]])
-    losses = {0: 1.0, 1: 1.1, 2: 1.2}
-    verdicts = [
-        compare(text, losses, {seed: x + 1 + x / 9 for seed, x in losses.items()}),
-        compare(text, losses, {seed: x - 1 - x / 9 for seed, x in losses.items()}),
-        dataclasses.replace(compare("unclear", losses, losses), why=text),
-    ]
-    sections = [
-        Section(text, text, figures, [table], verdicts),
-        Section("2", f"one\n\n    {text}\n\ntwo"),
-    ]
-    config = {text: text, "versions": {text: text, "jax": "0.7"}, "seeds": [0, 1, text], "none": {}}
-    return Page(text, text, text, text, sections, config)
 
 
 def colours(png):
@@ -130,7 +107,7 @@ def test_figures_are_in_the_page_and_beside_it(tmp_path):
         Figure(title, "", a_line) for title in ("Loss", "Loss", "loss 2", "漢字", "../../etc/x", "")
     ]
     out = tmp_path / "out"
-    inside = embedded(read(write(a_page(figures=figures), out)))
+    inside = embedded(read(write(a_page(drawn=figures), out)))
     names = ["loss", "loss-2", "loss-2-2", "figure", "etc-x", "figure-2"]
     assert inside == [(out / "figures" / f"{name}.png").read_bytes() for name in names]
     assert all(colours(png) > 10 for png in inside)
@@ -166,9 +143,7 @@ def test_the_page_needs_no_network_and_runs_nothing(tmp_path):
 
 def test_the_same_page_has_the_same_bytes(tmp_path):
     for out in ("a", "b"):
-        write(
-            a_page(figures=[Figure(name, "", draw) for name, draw in DRAWINGS.items()]), tmp_path / out
-        )
+        write(a_page(drawn=[Figure(name, "", draw) for name, draw in DRAWINGS.items()]), tmp_path / out)
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
     assert len(files) == 1 + 2 * len(DRAWINGS)
     for file in files:
