@@ -55,7 +55,9 @@ SHORTENED = {
         "test_check_accepts",
         "test_check_of_a_mean_over_all_tokens",
     },
+    "lab/run/test_train.py": {"test_every_model"},
     "lab/studies/test_studies.py": {"test_study"},
+    "plan/test_plan.py": {"test_truth"},
     "optim/test_optim.py": {
         "test_keeps_dtypes",
         "test_a_changed_gradient_is_refused",
@@ -77,7 +79,11 @@ SHORTENED = {
         "test_weights_are_counts",
         "test_example_of_weight_zero_may_be_anything",
     },
-    "library/test_composition.py": {"test_vmap_over_an_ensemble", "test_derivative_of_statistics"},
+    "library/test_composition.py": {
+        "test_eager_and_jit",
+        "test_vmap_over_an_ensemble",
+        "test_derivative_of_statistics",
+    },
     "cut/test_units.py": {
         "test_tokens",
         "test_tokens_by_any_strategy",
