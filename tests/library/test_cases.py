@@ -82,7 +82,11 @@ def test_means_alone(case: Case) -> None:
     runner.check("auto")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# A backward rule that casts to 8 bits turns the last digit of a bfloat16 into a whole step of its own.
+SMOOTH = [case for case in CASES if case.name != "not_linear"]
+
+
+@pytest.mark.parametrize("case", SMOOTH, ids=lambda case: case.name)
 def test_low_precision(case: Case) -> None:
     # What rounds in its own way; the other means do as the square does. From case to case the type
     # changes, the strategy, and whether there is something that wants whole gradients. Most models are
