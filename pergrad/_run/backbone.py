@@ -22,7 +22,7 @@ from pergrad._compat import aval
 from pergrad._cut import CutLoop, Examples, Part
 from pergrad._ir import Env, evaluate, read, with_example_axis
 from pergrad._plan import Schedule, TailPlan
-from pergrad._run.reduce import Reduction
+from pergrad._run.reduce import Directions, Reduction
 from pergrad._run.states import Key, States
 from pergrad._statistics import Phase, Reading
 
@@ -48,9 +48,7 @@ def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> di
     return {t.tail.number: make(schedule, t, shared) for t in schedule.tails if t.tail.levels}
 
 
-def run_backbone(
-    part: Part, env: Env, loops: InLoops, states: States, directions: dict[int, Any]
-) -> States:
+def run_backbone(part: Part, env: Env, loops: InLoops, states: States, directions: Directions) -> States:
     """Runs the backbone, adds its variables to `env`, and returns the results of tails in loops."""
     results = States()
     for x in part.backbone:
@@ -62,7 +60,7 @@ def run_backbone(
 
 
 def _run_loop(
-    cut_loop: CutLoop, env: Env, loops: InLoops, states: States, directions: dict[int, Any]
+    cut_loop: CutLoop, env: Env, loops: InLoops, states: States, directions: Directions
 ) -> States:
     """Runs a loop with tails inside, and returns their results, which have one entry for each round."""
     loop, part = cut_loop.loop, cut_loop.body

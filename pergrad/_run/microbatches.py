@@ -164,16 +164,10 @@ class _Microbatch(NamedTuple):
         cut, program, size = self.cut, self.cut.program, examples[0].shape[0]
         shared = None if isinstance(w, jax.Array) else w
         reducers = reducers_in_loops(self.schedule, size, shared)
-        inner = {
-            param: v
-            for t in self.schedule.tails
-            for param, v in self.directions.items()
-            if t.tail.levels and param in t.tail.params
-        }
 
         def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
             env = program.starting_env(self.params, example, start)
-            results = run_backbone(cut, env, InLoops(reducers, w), states, inner)
+            results = run_backbone(cut, env, InLoops(reducers, w), states, self.directions)
             factors = [[env[v] for v in tail.factors] for tail in cut.tails]
             constants = [[env[v] for v in tail.constants] for tail in cut.tails]
             aux = [read(env, v) for v in program.aux]

@@ -169,8 +169,8 @@ def test_strategy_is_explained_and_priced() -> None:
     assert "halves" in str(plan)
 
 
+@pytest.mark.usefixtures("with_halves")
 def test_strategy_is_not_taken_if_it_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "STRATEGIES", (Halves(), *_strategies.STRATEGIES))
     monkeypatch.setattr(Halves, "price", 1e30)
     plan = pg.explain(loss, {"cosine": pg.Mean(jnp.cos)})(*arguments())
     assert not any("halves" in row.strategy for row in plan.rows)
