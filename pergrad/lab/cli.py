@@ -24,6 +24,7 @@ from pergrad.lab.config import (
     PartName,
     PresetName,
     StudyName,
+    TargetName,
     TaskName,
     Train,
 )
@@ -219,7 +220,7 @@ def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
     one_at_a_time = f"{tasks.MICRO_GRAD}{tasks.MICROBATCH}1"
     names = (tasks.FLOOR, tasks.VMAP, one_at_a_time, tasks.PERGRAD, tasks.AUTO)
     found = price.measure(problem.loss, task, params, batch, names=names, rounds=9, budget=4.0)
-    tables.show(console, "", price.numbers(found.results))
+    tables.show(console, "", price.numbers(found.results), tables.RUNS)
     console.rule("A study: three places for the sign, on the sources of Python's library")
     study("sign", "demo", out, processes)
 
@@ -273,6 +274,7 @@ def bench(
     budget: float = 4.0,
     peak: tuple[TaskName, ...] = ("moments",),
     rates: bool = False,
+    target: TargetName | None = None,
     out: Path = Path("bench"),
 ) -> None:
     """Measure what statistics cost on this machine.
@@ -290,12 +292,18 @@ def bench(
         budget: seconds after which a candidate sits out the remaining rounds.
         peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
         rates: measure the rates that the plan prices strategies with, in place of statistics.
-        out: where `results.json` and the figures go, or `rates.json`, with machine and versions.
+        target: compile for this chip and judge the programs by what the compiler says; nothing runs.
+        out: where `results.json` and the figures go, or `rates.json`, or a target's `tpu-v5e.json`.
     """
     if rates:
-        if loss or cases or tasks or parts:
-            raise LabError("--rates measures the machine, and takes no loss, cases, tasks or parts.")
+        if loss or cases or tasks or parts or target:
+            raise LabError("--rates measures the machine: no loss, cases, tasks, parts or target.")
         _bench_rates(rounds, budget, out / "rates.json")
+        return
+    if target:
+        if parts:
+            raise LabError("--target compiles models, and has no parts.")
+        _bench_target(target, (*cases, loss) if loss else cases, tasks, out)
         return
     from pergrad.lab.bench import drawings, run, tables
 
@@ -310,7 +318,7 @@ def bench(
     )
     for item, rows in run.comparisons(every).items():
         if item.part == "models":
-            tables.show(console, str(item), rows)
+            tables.show(console, str(item), rows, tables.RUNS)
     if built := tables.building(every):
         console.print(
             Text(f"seconds to trace and compile, then multiples of them\n{built}"), soft_wrap=True
@@ -333,6 +341,26 @@ def _bench_rates(rounds: int, budget: float, out: Path) -> None:
     records.write_json(out, rates.with_measured(known, measured))
     print(rates.table(rates.of_today(known), measured))
     Console().print(Text(str(out), "bold"), soft_wrap=True)
+
+
+def _bench_target(
+    target: TargetName, names: Sequence[str], wanted: Sequence[TaskName], out: Path
+) -> None:
+    from pergrad.lab.bench import run, tables
+    from pergrad.lab.bench import target as targets
+
+    targets.use(target)
+    console = Console()
+    path = out / f"{target.replace(':', '-')}.json"
+    every = run.run(
+        targets.items(names, wanted),
+        lambda item: targets.measure(item, target),
+        targets.about(target),
+        path,
+    )
+    for item, rows in run.comparisons(every).items():
+        tables.show(console, f"{target}, compiled for, not run on: {item}", rows, tables.TARGET)
+    console.print(Text(str(path), "bold"), soft_wrap=True)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

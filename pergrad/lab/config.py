@@ -44,6 +44,7 @@ CaseName = Literal[
     "flax",
 ]
 PartName = Literal["models", "growth", "compile"]
+TargetName = Literal["tpu:v5e", "tpu:v5p", "tpu:v6e"]  # chips that `pergrad bench` can compile for
 
 
 @dataclasses.dataclass(frozen=True)

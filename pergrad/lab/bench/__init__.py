@@ -9,6 +9,9 @@ run        everything measured, into one JSON file
 tables     the numbers as tables
 drawings   the numbers as figures
 rates      the rates that the plan prices strategies with, on this machine
+target     candidates compiled for a chip that need not be there
+compiled   the time, memory and traffic of a compiled program on a chip
+operations the operations of a traced program
 
 Three modules are commands, `python -m pergrad.lab.bench.NAME`: `docs` writes the numbers into the pages
 of the documentation; `torch_side_by_side` measures PyTorch's libraries on the models of `torch_models`,

@@ -100,15 +100,35 @@ class Workload:
 
 def of_model(model: Model) -> Workload:
     """A model with random parameters and a random batch, which are the same every time."""
-    params, batch = model.init(jax.random.key(0)), model.sample(jax.random.key(1))
+    return _workload(model, model.init(jax.random.key(0)), model.sample(jax.random.key(1)))
+
+
+def abstract_of_model(model: Model) -> Workload:
+    """A model with the shapes and types of its parameters and batch in their place."""
+    params, batch = (jax.eval_shape(f, jax.random.key(0)) for f in (model.init, model.sample))
+    return _workload(model, params, batch)
+
+
+def _workload(model: Model, params: Tree, batch: Any) -> Workload:
     about = {"model": type(model).__name__, **dataclasses.asdict(model), "parameters": _count(params)}
     return Workload(model.loss, params, batch, about, has_one_position=isinstance(model, MLP))
 
 
 def workload(name: str) -> Workload:
     """One of `CASES`, or a user's own: `MODULE:FUNCTION` returns a loss, its parameters and a batch."""
-    if name in get_args(CaseName):
-        return of_model(CASES[cast(CaseName, name)])
+    return of_model(CASES[cast(CaseName, name)]) if name in CASES else _own(name)
+
+
+def abstract(name: str) -> Workload:
+    """The same with shapes and types in place of arrays, so that nothing is allocated for a model."""
+    if name in CASES:
+        return abstract_of_model(CASES[cast(CaseName, name)])
+    own = _own(name)
+    params, batch = jax.eval_shape(lambda args: args, (own.params, own.batch))
+    return dataclasses.replace(own, params=params, batch=batch)
+
+
+def _own(name: str) -> Workload:
     loss, params, batch = example(name)
     return Workload(loss, params, batch, {"model": name, "parameters": _count(params)})
 

@@ -72,7 +72,7 @@ def build(
     for name in names:
         if not tasks.is_installed(name):
             left_out[name] = "not installed"
-        elif name == AUTO and auto_size(loss, task, params, batch) == _examples(batch):
+        elif name == AUTO and auto_size(loss, task, params, batch) == examples(batch):
             left_out[name] = "all at once"
         else:
             try:
@@ -94,7 +94,7 @@ def _compile(
 ) -> tuple[str, Executable]:
     if name not in SIZED:
         return name, timing.compile_afresh(name, tasks.make(name, loss, task), params, batch, say=say)
-    sized = ((one, tasks.make(one, loss, task)) for one in _sizes(name, batch))
+    sized = ((one, tasks.make(one, loss, task)) for one in sizes(name, batch))
     return timing.fastest(sized, params, batch, say=say)
 
 
@@ -103,14 +103,15 @@ def auto_size(loss: Loss, task: Task, params: Tree, batch: Any) -> int:
     return pg.explain(loss, task.statistics, microbatch_size="auto")(params, batch).microbatch_size
 
 
-def _sizes(name: str, batch: Any) -> list[str]:
+def sizes(name: str, batch: Any) -> list[str]:
     """The names of a candidate with the microbatch sizes 1, 2, 4, ... that divide the batch."""
-    examples = _examples(batch)
-    sizes = [2**k for k in range(examples.bit_length())]
-    return [f"{name}{tasks.MICROBATCH}{size}" for size in sizes if examples % size == 0]
+    whole = examples(batch)
+    powers = [2**k for k in range(whole.bit_length())]
+    return [f"{name}{tasks.MICROBATCH}{size}" for size in powers if whole % size == 0]
 
 
-def _examples(batch: Any) -> int:
+def examples(batch: Any) -> int:
+    """How many examples a batch has."""
     return len(jax.tree.leaves(batch)[0])
 
 

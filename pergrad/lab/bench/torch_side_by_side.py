@@ -267,7 +267,7 @@ def measure(item: run.Item, settings: run.Settings) -> list[run.Row]:
     head = {**dataclasses.asdict(item), "model": shape}
     rows = [{**head, **numbers} for numbers in price.numbers(results)]
     rows += [{**head, "candidate": name, "left_out": why} for name, why in left_out.items()]
-    tables.show(Console(), str(item), rows)
+    tables.show(Console(), str(item), rows, tables.RUNS)
     return rows
 
 

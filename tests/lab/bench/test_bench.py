@@ -253,7 +253,10 @@ def test_tables():
 def printed(width: int, rows: list[dict[str, Any]], *, terminal: bool = True) -> str:
     file = io.StringIO()
     tables.show(
-        Console(file=file, width=width, force_terminal=terminal, color_system=None), "title", rows
+        Console(file=file, width=width, force_terminal=terminal, color_system=None),
+        "title",
+        rows,
+        tables.RUNS,
     )
     return file.getvalue()
 
@@ -263,14 +266,16 @@ def test_a_number_is_never_cut(width):
     """Neither in a narrow terminal nor in a pipe, which has the table as wide as it needs."""
     rows = [a_row(row["candidate"], 1234.5678 * i) for i, row in enumerate(tables.measured(ROWS), 1)]
     rows[0]["process"] = {"peak_bytes": 5678e6}
-    numbers = [cell for row in rows for cell in tables.cells(row)[1:] if cell]
+    numbers = [cell for row in rows for cell in tables.RUNS.cells(row)[1:] if cell]
     shown, piped = printed(width, rows), printed(width, rows, terminal=False)
     for text in (shown, piped):
         assert "…" not in text
         assert not [number for number in numbers if number not in " ".join(text.split())]
     assert max(map(len, shown.splitlines())) <= width
     for row in rows:  # a line for each candidate, whole
-        assert [line for line in piped.splitlines() if all(cell in line for cell in tables.cells(row))]
+        assert [
+            line for line in piped.splitlines() if all(cell in line for cell in tables.RUNS.cells(row))
+        ]
 
 
 def test_columns_without_numbers_are_not_shown():

@@ -1,0 +1,98 @@
+"""The bytes that an instruction of a compiled program reads and writes in the chip's memory (HBM).
+
+An instruction reads each of its operands once and writes its result once, with three exceptions:
+
+- Of an operand from which it takes slices alone, it reads these slices.
+- A result that is an operand with a slice replaced is updated in place: the slice is written, and
+  nothing is read of what stays.
+- What lies on the chip (VMEM) is neither read from HBM nor written to it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pergrad.lab.bench.compiled.hlo import Array, Computation, Instruction, Program
+
+SLICES = {"slice", "dynamic-slice", "gather"}
+UPDATE = "dynamic-update-slice"  # its operands: the array, the new slice, the place
+RENAMED = {"bitcast", "reshape"}  # inside of a fusion these move nothing
+MOVES = {"copy-start", "slice-start"}  # copies between memories beside other work
+
+
+def traffic(program: Program, computation: Computation, instruction: Instruction) -> float:
+    """The bytes that an instruction of `computation` reads and writes in HBM."""
+    if instruction.opcode in MOVES:
+        return _moved(instruction)
+    operands = (computation.instructions[name] for name in instruction.operands)
+    reads = (_read(program, instruction, k, operand) for k, operand in enumerate(operands))
+    return sum(reads) + _written(program, computation, instruction)
+
+
+def _moved(instruction: Instruction) -> float:
+    """A copy reads and writes as many bytes as arrive; those of its two ends that lie in HBM count."""
+    source, target = sorted(instruction.arrays, key=lambda array: array.bytes)[-2:]
+    moved = min(source.bytes, target.bytes)
+    return moved * sum(array.hbm_bytes > 0 for array in (source, target))
+
+
+def _read(program: Program, instruction: Instruction, k: int, operand: Instruction) -> float:
+    """The bytes of its operand number `k` that an instruction reads in HBM."""
+    fused = program.fused(instruction)
+    if fused is not None:
+        return min(operand.hbm_bytes, _taken(program, fused, fused.parameters[k]))
+    if instruction.opcode in SLICES and k == 0:
+        return min(operand.hbm_bytes, instruction.bytes)
+    if instruction.opcode == UPDATE and k == 0:
+        return 0.0
+    return operand.hbm_bytes
+
+
+def _taken(program: Program, fused: Computation, array: Instruction) -> float:
+    """The bytes that a fusion takes of an array inside of it; infinity stands for all of them."""
+    if array.is_root:
+        return math.inf
+    return sum(_taken_by(program, fused, user, array) for user in fused.users.get(array.name, ()))
+
+
+def _taken_by(program: Program, fused: Computation, user: Instruction, array: Instruction) -> float:
+    places = [k for k, name in enumerate(user.operands) if name == array.name]
+    if user.opcode in SLICES and places == [0]:
+        return user.bytes
+    if user.opcode == UPDATE and places == [0]:
+        return 0.0
+    if user.opcode in RENAMED:
+        return _taken(program, fused, user)
+    inner = program.fused(user)
+    if inner is not None:
+        return sum(_taken(program, inner, inner.parameters[k]) for k in places)
+    return math.inf
+
+
+def _written(program: Program, computation: Computation, instruction: Instruction) -> float:
+    fused = program.fused(instruction)
+    if fused is None:
+        return _written_by(program, computation, instruction, instruction.arrays)
+    root = fused.root
+    if root.opcode != "tuple":
+        return _written_by(program, fused, root, instruction.arrays)
+    results = [fused.instructions[name] for name in root.operands]
+    return sum(
+        _written_by(program, fused, result, (array,))
+        for result, array in zip(results, instruction.arrays, strict=True)
+    )
+
+
+def _written_by(
+    program: Program, computation: Computation, result: Instruction, arrays: tuple[Array, ...]
+) -> float:
+    """The bytes written for one `result`, which goes to `arrays`: those of a slice, or all."""
+    whole = sum(array.hbm_bytes for array in arrays)
+    while result.opcode in RENAMED | {"copy"} and len(result.operands) == 1:
+        result = computation.instructions[result.operands[0]]
+    if result.opcode == UPDATE:
+        return min(whole, computation.instructions[result.operands[1]].bytes)
+    inner = program.fused(result)
+    if inner is not None and inner is not computation and inner.root.opcode != "tuple":
+        return _written_by(program, inner, inner.root, arrays)
+    return whole

@@ -1,0 +1,235 @@
+"""What candidates cost on a chip that need not be there: they are compiled for it, and not run.
+
+XLA's compiler for TPUs works on any machine that has the package libtpu. Parameters and batch are
+abstract, shapes and types alone, so that models of any size can be judged. The time is that of
+`compiled.meter`; memory is what the compiler sets aside; traffic is what the program reads and writes in
+the chip's memory; and operations are those of the traced program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pergrad.lab.bench import cases, price, tasks
+from pergrad.lab.bench.compiled import hlo, meter
+from pergrad.lab.bench.compiled.chips import CHIPS, Chip
+from pergrad.lab.bench.operations import operations
+from pergrad.lab.bench.run import Item, Row
+from pergrad.lab.bench.tasks import AUTO, FLOOR, PERGRAD, SIZED, Task
+from pergrad.lab.config import CaseName, TargetName, TaskName
+from pergrad.lab.errors import LabError
+from pergrad.lab.run import records
+from pergrad.lab.timing import Say, to_stderr
+
+PART = "target"  # of the rows
+# `Ran out of memory in memory space hbm. Used 22.22G of 15.75G hbm.` is how the compiler says it.
+FULL = re.compile(r"Used (\S+) of (\S+) hbm")
+# libtpu looks for the chips of this machine and for other machines unless it is told not to.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What a program costs on a chip."""
+
+    seconds: float
+    temp_bytes: float
+    """What the compiler sets aside for intermediate results."""
+    peak_bytes: float
+    """Parameters, batch, results and intermediate results together."""
+    hbm_bytes: float
+    operations: float
+    estimated_seconds: float
+    """The time if all of the compiler's estimates are taken as they are."""
+    by_kind: Mapping[str, float]
+    """The seconds of each kind of instruction."""
+    unknown: tuple[str, ...]
+    """Instructions that the time does not or not wholly include."""
+    lower_seconds: float
+    compile_seconds: float
+
+
+def use(target: TargetName) -> None:
+    """Prepares this process; raises a `LabError` if the compiler is not installed.
+
+    JAX is kept on the CPU, which has nothing to do but trace: otherwise it would look for a TPU.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise LabError(f"--target {target} needs the compiler for TPUs: pip install 'pergrad[tpu-aot]'.")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+
+
+def chip_of(target: TargetName) -> Chip:
+    return CHIPS[target.removeprefix("tpu:")]
+
+
+@functools.cache
+def _device(topology: str) -> NamedSharding:
+    """One chip of a topology, as the place of a program's arguments."""
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return NamedSharding(Mesh(np.array(described.devices[:1]), ("chip",)), PartitionSpec())
+
+
+@contextlib.contextmanager
+def planning_for(target: TargetName):
+    """pergrad plans for the target inside of it."""
+    yield
+
+
+def judge(candidate: Callable[..., Any], args: tuple[Any, ...], target: TargetName) -> Judged:
+    """Compiles a function of abstract arguments for a target."""
+    chip = chip_of(target)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_device(chip.topology)), args
+    )
+    jax.clear_caches()
+    start = time.perf_counter()
+    with planning_for(target):
+        traced = jax.jit(candidate).trace(*args)
+        lowered = traced.lower()
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    cost = meter.cost(hlo.parse(compiled.as_text() or ""), chip)
+    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Judged(
+        seconds=cost.seconds,
+        temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=whole + memory.temp_size_in_bytes,
+        hbm_bytes=cost.hbm_bytes,
+        operations=operations(traced.jaxpr.jaxpr),
+        estimated_seconds=cost.estimated_seconds,
+        by_kind=cost.by_kind,
+        unknown=cost.unknown,
+        lower_seconds=middle - start,
+        compile_seconds=end - middle,
+    )
+
+
+def items(names: Sequence[str] = (), wanted: Sequence[TaskName] = ()) -> list[Item]:
+    """What to judge: the models of the benchmark with their tasks, or those that are chosen."""
+    return [
+        Item(PART, case, task)
+        for case in names or get_args(CaseName)
+        for task in wanted or get_args(TaskName)
+        if names or case in cases.USUAL[task]
+    ]
+
+
+def about(target: TargetName) -> dict[str, Any]:
+    """Versions, the chip and its numbers. Only results for which these are equal are comparable."""
+    versions = records.versions() | {"libtpu": importlib.metadata.version("libtpu")}
+    return {"versions": versions, "target": target, "chip": dataclasses.asdict(chip_of(target))}
+
+
+def measure(item: Item, target: TargetName, say: Say = to_stderr) -> list[Row]:
+    """The rows of one comparison, the floor first; ratios are to the floor."""
+    workload = cases.abstract(item.case)
+    task = workload.task(item.task)
+    head = {**dataclasses.asdict(item), "model": dict(workload.about)}
+    rows = [
+        {**head, **found}
+        for name in tasks.names(task)
+        for found in _found(name, workload, task, target, say)
+    ]
+    return with_ratios(rows)
+
+
+def _found(
+    name: str, workload: cases.Workload, task: Task, target: TargetName, say: Say
+) -> Iterable[Row]:
+    args = workload.params, workload.batch
+
+    def tried(name: str) -> Row:
+        row = _tried(name, tasks.make(name, workload.loss, task), args, target)
+        say(f"  {name}: {row.get('left_out') or row.get('out_of_memory') or _said(row)}\n")
+        return row
+
+    if not tasks.is_installed(name):
+        yield {"candidate": name, "left_out": "not installed"}
+    elif name in SIZED:
+        yield _fastest(tried(one) for one in price.sizes(name, workload.batch))
+    elif name == AUTO:
+        with planning_for(target):
+            size = price.auto_size(workload.loss, task, *args)
+        if size == price.examples(workload.batch):
+            yield {"candidate": name, "left_out": "all at once"}
+        else:
+            yield tried(name) | {"microbatch_size": size}
+    else:
+        yield tried(name)
+
+
+def _said(row: Row) -> str:
+    return f"{1e3 * row['seconds']:.3g} ms, compiled in {row['compile_seconds']:.1f} s"
+
+
+def _tried(name: str, candidate: tasks.Candidate, args: tuple[Any, ...], target: TargetName) -> Row:
+    try:
+        return {"candidate": name, **dataclasses.asdict(judge(candidate, args, target))}
+    except Exception as error:
+        if full := FULL.search(str(error)):
+            return {"candidate": name, "out_of_memory": f"{full[1]} of {full[2]}"}
+        if name in (FLOOR, PERGRAD):
+            raise
+        # The fault is that of another package, and the other candidates go on.
+        return {"candidate": name, "left_out": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+
+def _fastest(rows: Iterable[Row]) -> Row:
+    """The fastest of candidates of rising size, which are tried until they get slower or do not fit."""
+    best, times = None, {}
+    for row in rows:
+        if "seconds" not in row:
+            return best | {"tried": times} if best else row
+        times[row["candidate"]] = row["seconds"]
+        if best is None or row["seconds"] < best["seconds"]:
+            best = row
+        elif row["seconds"] > 1.1 * best["seconds"]:
+            break
+    assert best is not None
+    return best | {"tried": times}
+
+
+RATIOS = {
+    "time": "seconds",
+    "memory": "temp_bytes",
+    "traffic": "hbm_bytes",
+    "operations": "operations",
+}
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows with ratios to the first, the floor; they are NaN if that is 0 or does not fit."""
+    floor = rows[0]
+
+    def ratios(row: Row) -> dict[str, float]:
+        return {name: row[key] / (floor.get(key) or math.nan) for name, key in RATIOS.items()}
+
+    return [row | {"ratios": ratios(row)} if "seconds" in row else row for row in rows]
