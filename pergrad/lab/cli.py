@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
 from rich.console import Console
@@ -19,6 +19,7 @@ import pergrad as pg
 from pergrad.lab.compare import decide
 from pergrad.lab.config import (
     CaseName,
+    LargeName,
     Model,
     OptimizerName,
     PartName,
@@ -267,7 +268,7 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
 
 def bench(
     loss: Annotated[str | None, tyro.conf.Positional] = None,
-    cases: tuple[CaseName, ...] = (),
+    cases: tuple[CaseName | LargeName, ...] = (),
     tasks: tuple[TaskName, ...] = (),
     parts: tuple[PartName, ...] = (),
     rounds: int = 30,
@@ -285,7 +286,7 @@ def bench(
 
     Args:
         loss: yours: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch.
-        cases: these models only.
+        cases: these models only; the last nine, from `large_mlp` on, only with --target.
         tasks: these statistics only.
         parts: models, growth of one as its sizes grow, compilation; all if nothing else is chosen.
         rounds: at most so many timed runs of each candidate, which take turns; the fastest counts.
@@ -305,6 +306,8 @@ def bench(
             raise LabError("--target compiles models, and has no parts.")
         _bench_target(target, (*cases, loss) if loss else cases, tasks, out)
         return
+    if large := [name for name in cases if name in get_args(LargeName)]:
+        raise LabError(f"{', '.join(large)}: too large to run here. With --target it is compiled.")
     from pergrad.lab.bench import drawings, run, tables
 
     console = Console()

@@ -43,6 +43,17 @@ CaseName = Literal[
     "experts",
     "flax",
 ]
+LargeName = Literal[  # models that are only compiled, for a target
+    "large_mlp",
+    "large_resnet",
+    "large_lstm",
+    "large_experts",
+    "large_two_layers",
+    "large_transformer",
+    "large_transformer_small_vocab",
+    "large_transformer_scanned",
+    "billion",
+]
 PartName = Literal["models", "growth", "compile"]
 TargetName = Literal["tpu:v5e", "tpu:v5p", "tpu:v6e"]  # chips that `pergrad bench` can compile for
 

@@ -20,7 +20,8 @@ from jax import lax
 
 import pergrad as pg
 from pergrad._strategies import streamed
-from pergrad.lab.bench.models import CNN, LSTM, MLP, Transformer
+from pergrad.lab.bench.image_models import CNN
+from pergrad.lab.bench.models import LSTM, MLP, Transformer
 
 MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
 NORMS = {"norm": pg.Norm()}

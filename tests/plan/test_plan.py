@@ -14,7 +14,8 @@ from jax import lax
 import pergrad as pg
 from pergrad._ir import backend, counts
 from pergrad._strategies import streamed
-from pergrad.lab.bench.models import CNN, MLP, Transformer
+from pergrad.lab.bench.image_models import CNN
+from pergrad.lab.bench.models import MLP, Transformer
 
 STRATEGIES = ["summed", "factored", "sparse", "streamed", "materialise"]
 MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}

@@ -2,7 +2,7 @@
 
 tasks      the same statistics, asked for in every way there is
 price      what they cost, measured
-models     what is differentiated
+models     what is differentiated; `image_models` has those of images
 cases      the list of models, and how they grow
 peak       the memory of a whole process
 run        everything measured, into one JSON file

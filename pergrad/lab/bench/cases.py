@@ -12,18 +12,17 @@ from typing import Any, cast, get_args
 
 import jax
 
+from pergrad.lab.bench.image_models import CNN, BottleneckResNet, ResNet
 from pergrad.lab.bench.models import (
-    CNN,
     LSTM,
     MLP,
     FlaxTransformer,
     MixtureOfExperts,
     Model,
-    ResNet,
     Transformer,
 )
 from pergrad.lab.bench.tasks import TASKS, Loss, Task, Tree, of_one_position
-from pergrad.lab.config import CaseName, TaskName
+from pergrad.lab.config import CaseName, LargeName, TaskName
 from pergrad.lab.errors import LabError
 
 CASES: dict[CaseName, Model] = {
@@ -43,6 +42,36 @@ CASES: dict[CaseName, Model] = {
     ),
     "flax": FlaxTransformer(batch=16, length=128, width=256, layers=4, vocab=256),
 }
+# Models that are only compiled, for chips (see `target`).
+GPT = Transformer(batch=8, length=1024, width=768, layers=12, vocab=32768)
+LARGE: dict[LargeName, Model] = {
+    "large_mlp": MLP(batch=512, width=4096, layers=4),
+    "large_resnet": BottleneckResNet(
+        batch=64, size=224, widths=(256, 512, 1024, 2048), blocks=(3, 4, 6, 3), classes=1000
+    ),
+    "large_lstm": LSTM(batch=64, length=512, width=1024, vocab=1024),
+    "large_experts": MixtureOfExperts(
+        batch=8, length=1024, width=768, layers=4, vocab=32768, experts=8, hidden=1536, dispatch="einsum"
+    ),
+    "large_two_layers": dataclasses.replace(GPT, layers=2),
+    "large_transformer": GPT,
+    "large_transformer_small_vocab": dataclasses.replace(GPT, vocab=1024),
+    "large_transformer_scanned": dataclasses.replace(GPT, scanned=True),
+    "billion": Transformer(batch=8, length=2048, width=2048, layers=22, vocab=32768, scanned=True),
+}
+LARGE_TITLES: dict[LargeName, str] = {
+    "large_mlp": "MLP, B512, 4 x 4096",
+    "large_resnet": "bottleneck ResNet, group norm, B64, 224x224",
+    "large_lstm": "LSTM, B64 T512 D1024",
+    "large_experts": "mixture of 8 experts, B8 T1024 D768 L4 V32768",
+    "large_two_layers": "transformer, B8 T1024 D768 L2 V32768",
+    "large_transformer": "transformer, B8 T1024 D768 L12 V32768",
+    "large_transformer_small_vocab": "transformer, B8 T1024 D768 L12 V1024",
+    "large_transformer_scanned": "transformer, scanned, remat, B8 T1024 D768 L12 V32768",
+    "billion": "transformer, scanned, remat, B8 T2048 D2048 L22 V32768",
+}
+# What large models are compiled for by default.
+LARGE_TASKS: tuple[TaskName, ...] = ("moments", "clipped")
 TITLES: dict[CaseName, str] = {
     "mlp": "MLP, B128, 4 x 1024",
     "cnn": "CNN, B64, 32x32, 3-32-64-64",
@@ -104,7 +133,11 @@ def of_model(model: Model) -> Workload:
 
 
 def abstract_of_model(model: Model) -> Workload:
-    """A model with the shapes and types of its parameters and batch in their place."""
+    """A model as users run it on a chip, with shapes and types in place of parameters and batch.
+
+    Nothing is allocated. Products are those of bfloat16, and parameters stay float32.
+    """
+    model = dataclasses.replace(model, compute="bfloat16")
     params, batch = (jax.eval_shape(f, jax.random.key(0)) for f in (model.init, model.sample))
     return _workload(model, params, batch)
 
@@ -120,9 +153,10 @@ def workload(name: str) -> Workload:
 
 
 def abstract(name: str) -> Workload:
-    """The same with shapes and types in place of arrays, so that nothing is allocated for a model."""
-    if name in CASES:
-        return abstract_of_model(CASES[cast(CaseName, name)])
+    """One of `CASES` or `LARGE`, or a user's own, with shapes and types in place of arrays."""
+    models: dict[str, Model] = {**CASES, **LARGE}
+    if name in models:
+        return abstract_of_model(models[name])
     own = _own(name)
     params, batch = jax.eval_shape(lambda args: args, (own.params, own.batch))
     return dataclasses.replace(own, params=params, batch=batch)

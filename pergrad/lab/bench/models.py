@@ -6,9 +6,12 @@ Each model is a frozen dataclass with the same three methods:
 - `sample(key)`: a random batch with the example axis in front;
 - `loss(params, batch)`: a scalar, the mean over the examples.
 
+Activations and products have the type `compute`, to which parameters are cast where they are used; None
+stands for the parameters' own. Norms, softmax and the loss itself are computed in float32 at least.
+
 Shapes are named by their axes: B examples, T positions, D features, H heads, K features of a head,
 V tokens of the vocabulary; E experts, N experts of a token, C places in an expert, F features in it.
-Images have H rows and W columns.
+`image_models` has those of images.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 Params = dict[str, Any]
+Compute = Literal["bfloat16"] | None
 
 HEAD_WIDTH = 64
-NORM_GROUPS = 8  # of the features of an image
 EXPERTS_PER_TOKEN = 2
 CAPACITY = 1.25  # places in an expert, as a multiple of its share of an example's tokens
 
@@ -40,36 +43,56 @@ class Model(Protocol):
     def loss(self, params: Any, batch: Any, /) -> jax.Array: ...
 
 
-def _normal(key: jax.Array, *shape: int) -> jax.Array:
+def normal(key: jax.Array, *shape: int) -> jax.Array:
     """Gaussian weights whose products with unit inputs have about unit size."""
     return jax.random.normal(key, shape) / jnp.sqrt(shape[0])
 
 
-def _init_norm(width: int) -> Params:
+def init_norm(width: int) -> Params:
     return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
 
+def cast(x: jax.Array, compute: Compute) -> jax.Array:
+    return x if compute is None else x.astype(compute)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A product in the type of `x`."""
+    return x @ weight.astype(x.dtype)
+
+
+def affine(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    return dense(x, weight) + bias.astype(x.dtype)
+
+
 def _layer_norm(params: Params, x: jax.Array) -> jax.Array:
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    wide = widen(x)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(centred**2, axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + 1e-5) * params["scale"] + params["bias"]
+    y = centred * jax.lax.rsqrt(variance + 1e-5) * params["scale"] + params["bias"]
+    return y.astype(x.dtype)
 
 
 def _attention(params: Params, x_BTD: jax.Array) -> jax.Array:
     B, T, D = x_BTD.shape
     q, k, v = (
         y_BTD.reshape(B, T, D // HEAD_WIDTH, HEAD_WIDTH)
-        for y_BTD in jnp.split(x_BTD @ params["qkv"], 3, axis=-1)
+        for y_BTD in jnp.split(dense(x_BTD, params["qkv"]), 3, axis=-1)
     )
     scores_BHTT = jnp.einsum("bqhk,bshk->bhqs", q, k) / HEAD_WIDTH**0.5
     causal = jnp.tril(jnp.ones((T, T), dtype=bool))
-    weights_BHTT = jax.nn.softmax(jnp.where(causal, scores_BHTT, -1e9), axis=-1)
+    seen_BHTT = jnp.where(causal, widen(scores_BHTT), -1e9)
+    weights_BHTT = jax.nn.softmax(seen_BHTT, axis=-1).astype(v.dtype)
     y_BTHK = jnp.einsum("bhqs,bshk->bqhk", weights_BHTT, v)
-    return y_BTHK.reshape(B, T, D) @ params["out"]
+    return dense(y_BTHK.reshape(B, T, D), params["out"])
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    log_probs = jax.nn.log_softmax(widen(logits), axis=-1)
     return -jnp.mean(jnp.take_along_axis(log_probs, targets[..., None], axis=-1))
 
 
@@ -90,6 +113,7 @@ class Transformer:
     vocab: int
     tied: bool = False
     scanned: bool = False
+    compute: Compute = None
 
     def init(self, key: jax.Array) -> Params:
         D, V = self.width, self.vocab
@@ -101,28 +125,28 @@ class Transformer:
             "embed": 0.02 * jax.random.normal(embed_key, (V, D)),
             "position": 0.02 * jax.random.normal(position_key, (self.length, D)),
             "blocks": blocks,
-            "norm": _init_norm(D),
+            "norm": init_norm(D),
         }
         if not self.tied:
-            params["head"] = _normal(head_key, D, V)
+            params["head"] = normal(head_key, D, V)
         return params
 
     def _init_block(self, key: jax.Array) -> Params:
         D = self.width
         qkv_key, out_key, *mlp_keys = jax.random.split(key, 4)
         return {
-            "attention_norm": _init_norm(D),
-            "attention": {"qkv": _normal(qkv_key, D, 3 * D), "out": _normal(out_key, D, D)},
-            "mlp_norm": _init_norm(D),
+            "attention_norm": init_norm(D),
+            "attention": {"qkv": normal(qkv_key, D, 3 * D), "out": normal(out_key, D, D)},
+            "mlp_norm": init_norm(D),
             "mlp": self._init_mlp(*mlp_keys),
         }
 
     def _init_mlp(self, up_key: jax.Array, down_key: jax.Array) -> Params:
         D = self.width
         return {
-            "up": _normal(up_key, D, 4 * D),
+            "up": normal(up_key, D, 4 * D),
             "up_bias": jnp.zeros(4 * D),
-            "down": _normal(down_key, 4 * D, D),
+            "down": normal(down_key, 4 * D, D),
             "down_bias": jnp.zeros(D),
         }
 
@@ -131,7 +155,7 @@ class Transformer:
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        x_BTD = params["embed"][inputs] + params["position"]
+        x_BTD = cast(params["embed"][inputs] + params["position"], self.compute)
         if self.scanned:
             block_fn = jax.checkpoint(self._block, prevent_cse=False)  # scan already prevents it
             x_BTD, _ = jax.lax.scan(lambda x, block: (block_fn(block, x), None), x_BTD, params["blocks"])
@@ -139,16 +163,16 @@ class Transformer:
             for block in params["blocks"]:
                 x_BTD = self._block(block, x_BTD)
         head_DV = params["embed"].T if self.tied else params["head"]
-        logits_BTV = _layer_norm(params["norm"], x_BTD) @ head_DV
-        return _cross_entropy(logits_BTV, targets)
+        logits_BTV = dense(_layer_norm(params["norm"], x_BTD), head_DV)
+        return cross_entropy(logits_BTV, targets)
 
     def _block(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         x_BTD += _attention(params["attention"], _layer_norm(params["attention_norm"], x_BTD))
         return x_BTD + self._mlp(params["mlp"], _layer_norm(params["mlp_norm"], x_BTD))
 
     def _mlp(self, params: Params, x_BTD: jax.Array) -> jax.Array:
-        hidden = jax.nn.gelu(x_BTD @ params["up"] + params["up_bias"])
-        return hidden @ params["down"] + params["down_bias"]
+        hidden = jax.nn.gelu(affine(x_BTD, params["up"], params["up_bias"]))
+        return affine(hidden, params["down"], params["down_bias"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +198,14 @@ class MixtureOfExperts(Transformer):
         router_key, *up_keys = jax.random.split(up_key, 1 + E)
         down_keys = jax.random.split(down_key, E)
         return {
-            "router": _normal(router_key, D, E),
-            "up": jnp.stack([_normal(expert_key, D, F) for expert_key in up_keys]),
-            "down": jnp.stack([_normal(expert_key, F, D) for expert_key in down_keys]),
+            "router": normal(router_key, D, E),
+            "up": jnp.stack([normal(expert_key, D, F) for expert_key in up_keys]),
+            "down": jnp.stack([normal(expert_key, F, D) for expert_key in down_keys]),
         }
 
     def _mlp(self, params: Params, x_BTD: jax.Array) -> jax.Array:
-        scores_BTN, experts_BTN = jax.lax.top_k(x_BTD @ params["router"], EXPERTS_PER_TOKEN)
-        gates_BTN = jax.nn.softmax(scores_BTN, axis=-1)
+        scores_BTN, experts_BTN = jax.lax.top_k(dense(x_BTD, params["router"]), EXPERTS_PER_TOKEN)
+        gates_BTN = jax.nn.softmax(widen(scores_BTN), axis=-1).astype(x_BTD.dtype)
         dispatch_fn = {"einsum": _experts_einsum, "ragged": _experts_ragged}[self.dispatch]
         return dispatch_fn(params, x_BTD, gates_BTN, experts_BTN)
 
@@ -190,15 +214,16 @@ def _experts_einsum(
     params: Params, x_BTD: jax.Array, gates_BTN: jax.Array, experts_BTN: jax.Array
 ) -> jax.Array:
     B, T, N = experts_BTN.shape
-    E = params["up"].shape[0]
+    up_EDF, down_EFD = (params[name].astype(x_BTD.dtype) for name in ("up", "down"))
+    E = up_EDF.shape[0]
     C = int(CAPACITY * T * N / E)
     chosen_BTNE = jax.nn.one_hot(experts_BTN, E, dtype=jnp.int32)
     rank_BTNE = jnp.cumsum(chosen_BTNE.reshape(B, T * N, E), axis=1).reshape(B, T, N, E) - 1
     # Zero for an expert that was not chosen, and for one that has no place left.
-    place_BTNEC = chosen_BTNE[..., None] * jax.nn.one_hot(rank_BTNE, C)
+    place_BTNEC = chosen_BTNE[..., None] * jax.nn.one_hot(rank_BTNE, C, dtype=x_BTD.dtype)
     tokens_BECD = jnp.einsum("btnec,btd->becd", place_BTNEC, x_BTD)
-    hidden_BECF = jax.nn.gelu(jnp.einsum("becd,edf->becf", tokens_BECD, params["up"]))
-    y_BECD = jnp.einsum("becf,efd->becd", hidden_BECF, params["down"])
+    hidden_BECF = jax.nn.gelu(jnp.einsum("becd,edf->becf", tokens_BECD, up_EDF))
+    y_BECD = jnp.einsum("becf,efd->becd", hidden_BECF, down_EFD)
     return jnp.einsum("btn,btnec,becd->btd", gates_BTN, place_BTNEC, y_BECD)
 
 
@@ -206,12 +231,13 @@ def _experts_ragged(
     params: Params, x_BTD: jax.Array, gates_BTN: jax.Array, experts_BTN: jax.Array
 ) -> jax.Array:
     B, T, N = experts_BTN.shape
-    E, D, _ = params["up"].shape
+    up_EDF, down_EFD = (params[name].astype(x_BTD.dtype) for name in ("up", "down"))
+    E, D, _ = up_EDF.shape
     order = jnp.argsort(experts_BTN.reshape(-1))
     counts_E = jnp.bincount(experts_BTN.reshape(-1), length=E)
     tokens = x_BTD.reshape(B * T, D)[order // N]
-    hidden = jax.nn.gelu(jax.lax.ragged_dot(tokens, params["up"], counts_E))
-    y = jax.lax.ragged_dot(hidden, params["down"], counts_E)
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(tokens, up_EDF, counts_E))
+    y = jax.lax.ragged_dot(hidden, down_EFD, counts_E)
     y_BTND = y[jnp.argsort(order)].reshape(B, T, N, D)
     return jnp.einsum("btn,btnd->btd", gates_BTN, y_BTND)
 
@@ -227,16 +253,17 @@ class LSTM:
     length: int
     width: int
     vocab: int
+    compute: Compute = None
 
     def init(self, key: jax.Array) -> Params:
         D, V = self.width, self.vocab
         embed_key, input_key, state_key, head_key = jax.random.split(key, 4)
         return {
             "embed": jax.random.normal(embed_key, (V, D)),
-            "input": _normal(input_key, D, 4 * D),
-            "state": _normal(state_key, D, 4 * D),
+            "input": normal(input_key, D, 4 * D),
+            "state": normal(state_key, D, 4 * D),
             "bias": jnp.zeros(4 * D),
-            "head": _normal(head_key, D, V),
+            "head": normal(head_key, D, V),
         }
 
     def sample(self, key: jax.Array) -> jax.Array:
@@ -245,17 +272,18 @@ class LSTM:
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         def step(carry: tuple[jax.Array, jax.Array], x_BD: jax.Array):
             state_BD, cell_BD = carry
-            gates = x_BD @ params["input"] + state_BD @ params["state"] + params["bias"]
+            gates = dense(x_BD, params["input"]) + dense(state_BD, params["state"])
+            gates += params["bias"].astype(gates.dtype)
             take, keep, new, show = jnp.split(gates, 4, axis=-1)
             cell_BD = jax.nn.sigmoid(keep) * cell_BD + jax.nn.sigmoid(take) * jnp.tanh(new)
             state_BD = jax.nn.sigmoid(show) * jnp.tanh(cell_BD)
             return (state_BD, cell_BD), state_BD
 
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        x_TBD = params["embed"][inputs.T]
+        x_TBD = cast(params["embed"][inputs.T], self.compute)
         zeros_BD = jnp.zeros_like(x_TBD[0])
         _, states_TBD = jax.lax.scan(step, (zeros_BD, zeros_BD), x_TBD)
-        return _cross_entropy(states_TBD @ params["head"], targets.T)
+        return cross_entropy(dense(states_TBD, params["head"]), targets.T)
 
 
 @dataclass(frozen=True)
@@ -268,143 +296,28 @@ class MLP:
     batch: int
     width: int
     layers: int
+    compute: Compute = None
 
     def init(self, key: jax.Array) -> list[Params]:
         D = self.width
         keys = jax.random.split(key, self.layers)
-        return [{"weight": _normal(layer_key, D, D), "bias": jnp.zeros(D)} for layer_key in keys]
+        return [{"weight": normal(layer_key, D, D), "bias": jnp.zeros(D)} for layer_key in keys]
 
     def sample(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs, targets = jax.random.normal(key, (2, self.batch, self.width))
         return inputs, targets
 
     def loss(self, params: list[Params], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x_BD, targets_BD = batch
+        inputs_BD, targets_BD = batch
+        x_BD = cast(inputs_BD, self.compute)
         for layer in params[:-1]:
-            x_BD = jax.nn.relu(x_BD @ layer["weight"] + layer["bias"])
-        predictions_BD = x_BD @ params[-1]["weight"] + params[-1]["bias"]
-        return jnp.mean((predictions_BD - targets_BD) ** 2)
-
-
-@dataclass(frozen=True)
-class CNN:
-    """3 x 3 convolutions with relu, a mean over all pixels, and a linear classifier.
-
-    A batch is `(images, labels)`: float32 `[B, H, W, 3]` and int32 `[B]`.
-    """
-
-    batch: int
-    size: int
-    widths: tuple[int, ...]
-    strides: tuple[int, ...]
-    classes: int
-
-    def init(self, key: jax.Array) -> Params:
-        head_key, *keys = jax.random.split(key, 1 + len(self.widths))
-        pairs = zip(keys, (3, *self.widths[:-1]), self.widths, strict=True)
-        return {
-            "layers": [
-                {"kernel": _kernel(layer_key, 3, *widths), "bias": jnp.zeros(widths[1])}
-                for layer_key, *widths in pairs
-            ],
-            "head": _normal(head_key, self.widths[-1], self.classes),
-            "head_bias": jnp.zeros(self.classes),
-        }
-
-    def sample(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _images(key, self.batch, self.size, self.classes)
-
-    def loss(self, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x_BHWD, labels_B = batch
-        for layer, stride in zip(params["layers"], self.strides, strict=True):
-            x_BHWD = jax.nn.relu(_convolution(layer["kernel"], x_BHWD, stride) + layer["bias"])
-        logits = jnp.mean(x_BHWD, axis=(1, 2)) @ params["head"] + params["head_bias"]
-        return _cross_entropy(logits, labels_B)
-
-
-@dataclass(frozen=True)
-class ResNet:
-    """Stages of residual blocks with two 3 x 3 convolutions and group norm.
-
-    Each stage but the first starts with a stride of 2. A batch is `(images, labels)`: float32
-    `[B, H, W, 3]` and int32 `[B]`.
-    """
-
-    batch: int
-    size: int
-    widths: tuple[int, ...]
-    blocks: int
-    classes: int
-
-    def init(self, key: jax.Array) -> Params:
-        stem_key, head_key, *keys = jax.random.split(key, 2 + len(self.widths) * self.blocks)
-        widths = [width for width in self.widths for _ in range(self.blocks)]
-        pairs = zip(keys, (widths[0], *widths[:-1]), widths, strict=True)
-        return {
-            "stem": _kernel(stem_key, 3, 3, widths[0]),
-            "stem_norm": _init_norm(widths[0]),
-            "blocks": [self._init_block(block_key, *pair) for block_key, *pair in pairs],
-            "head": _normal(head_key, widths[-1], self.classes),
-            "head_bias": jnp.zeros(self.classes),
-        }
-
-    def _init_block(self, key: jax.Array, before: int, width: int) -> Params:
-        first_key, second_key, shortcut_key = jax.random.split(key, 3)
-        block = {
-            "first": _kernel(first_key, 3, before, width),
-            "first_norm": _init_norm(width),
-            "second": _kernel(second_key, 3, width, width),
-            "second_norm": _init_norm(width),
-        }
-        return (
-            block if before == width else block | {"shortcut": _kernel(shortcut_key, 1, before, width)}
-        )
-
-    def sample(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _images(key, self.batch, self.size, self.classes)
-
-    def loss(self, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x_BHWD, labels_B = batch
-        x_BHWD = jax.nn.relu(_group_norm(params["stem_norm"], _convolution(params["stem"], x_BHWD, 1)))
-        for block in params["blocks"]:
-            stride = 2 if "shortcut" in block else 1
-            y_BHWD = _convolution(block["first"], x_BHWD, stride)
-            y_BHWD = jax.nn.relu(_group_norm(block["first_norm"], y_BHWD))
-            y_BHWD = _group_norm(block["second_norm"], _convolution(block["second"], y_BHWD, 1))
-            if "shortcut" in block:
-                x_BHWD = _convolution(block["shortcut"], x_BHWD, stride)
-            x_BHWD = jax.nn.relu(x_BHWD + y_BHWD)
-        logits = jnp.mean(x_BHWD, axis=(1, 2)) @ params["head"] + params["head_bias"]
-        return _cross_entropy(logits, labels_B)
-
-
-def _kernel(key: jax.Array, size: int, d_in: int, d_out: int) -> jax.Array:
-    return jax.random.normal(key, (size, size, d_in, d_out)) / (size * d_in**0.5)
-
-
-def _convolution(kernel: jax.Array, x_BHWD: jax.Array, stride: int) -> jax.Array:
-    layout = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(
-        x_BHWD, kernel, (stride, stride), "SAME", dimension_numbers=layout
-    )
-
-
-def _group_norm(params: Params, x_BHWD: jax.Array) -> jax.Array:
-    grouped = x_BHWD.reshape(*x_BHWD.shape[:3], NORM_GROUPS, -1)
-    centred = grouped - jnp.mean(grouped, axis=(1, 2, 4), keepdims=True)
-    variance = jnp.mean(centred**2, axis=(1, 2, 4), keepdims=True)
-    normed_BHWD = (centred * jax.lax.rsqrt(variance + 1e-5)).reshape(x_BHWD.shape)
-    return normed_BHWD * params["scale"] + params["bias"]
+            x_BD = jax.nn.relu(affine(x_BD, layer["weight"], layer["bias"]))
+        predictions_BD = affine(x_BD, params[-1]["weight"], params[-1]["bias"])
+        return jnp.mean((widen(predictions_BD) - targets_BD) ** 2)
 
 
 def _tokens(key: jax.Array, batch: int, length: int, vocab: int) -> jax.Array:
     return jax.random.randint(key, (batch, length + 1), 0, vocab, jnp.int32)
-
-
-def _images(key: jax.Array, batch: int, size: int, classes: int) -> tuple[jax.Array, jax.Array]:
-    image_key, label_key = jax.random.split(key)
-    images = jax.random.normal(image_key, (batch, size, size, 3))
-    return images, jax.random.randint(label_key, (batch,), 0, classes, jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -419,6 +332,7 @@ class FlaxTransformer:
     width: int
     layers: int
     vocab: int
+    compute: Compute = None
 
     def init(self, key: jax.Array) -> Any:
         return self._graph_and_params(key)[1]
@@ -442,6 +356,10 @@ class FlaxTransformer:
         from pergrad.lab.run import model
 
         sizes = config.Model(
-            layers=self.layers, width=self.width, heads=self.width // HEAD_WIDTH, context=self.length
+            layers=self.layers,
+            width=self.width,
+            heads=self.width // HEAD_WIDTH,
+            context=self.length,
+            dtype=self.compute or "float32",
         )
         return nnx.split(model.Transformer(sizes, self.vocab, nnx.Rngs(key)), nnx.Param)

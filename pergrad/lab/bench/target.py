@@ -31,14 +31,14 @@ from pergrad.lab.bench.compiled.chips import CHIPS, Chip
 from pergrad.lab.bench.operations import operations
 from pergrad.lab.bench.run import Item, Row
 from pergrad.lab.bench.tasks import AUTO, FLOOR, PERGRAD, SIZED, Task
-from pergrad.lab.config import CaseName, TargetName, TaskName
+from pergrad.lab.config import TargetName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
 from pergrad.lab.timing import Say, to_stderr
 
 PART = "target"  # of the rows
-# `Ran out of memory in memory space hbm. Used 22.22G of 15.75G hbm.` is how the compiler says it.
-FULL = re.compile(r"Used (\S+) of (\S+) hbm")
+# How the compiler says that a program needs more than the chip's memory, and how much.
+FULL = re.compile(r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)")
 # libtpu looks for the chips of this machine and for other machines unless it is told not to.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -133,12 +133,13 @@ def judge(candidate: Callable[..., Any], args: tuple[Any, ...], target: TargetNa
 
 
 def items(names: Sequence[str] = (), wanted: Sequence[TaskName] = ()) -> list[Item]:
-    """What to judge: the models of the benchmark with their tasks, or those that are chosen."""
+    """What to judge: all models with their usual tasks, or the cases and tasks that are chosen."""
+    usual = {case: cases.LARGE_TASKS for case in cases.LARGE}
     return [
         Item(PART, case, task)
-        for case in names or get_args(CaseName)
+        for case in names or (*cases.CASES, *cases.LARGE)
         for task in wanted or get_args(TaskName)
-        if names or case in cases.USUAL[task]
+        if names or task in usual.get(case, ()) or case in cases.USUAL[task]
     ]
 
 
@@ -195,7 +196,8 @@ def _tried(name: str, candidate: tasks.Candidate, args: tuple[Any, ...], target:
         return {"candidate": name, **dataclasses.asdict(judge(candidate, args, target))}
     except Exception as error:
         if full := FULL.search(str(error)):
-            return {"candidate": name, "out_of_memory": f"{full[1]} of {full[2]}"}
+            needed, there = filter(None, full.groups())
+            return {"candidate": name, "out_of_memory": f"{needed} of {there}"}
         if name in (FLOOR, PERGRAD):
             raise
         # The fault is that of another package, and the other candidates go on.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pergrad.lab.bench import models
+from pergrad.lab.bench import image_models, models
 from pergrad.lab.bench.models import HEAD_WIDTH
 
 
@@ -34,7 +34,7 @@ class MLP(nn.Sequential):
 class CNN(nn.Sequential):
     """3 x 3 convolutions with relu, a mean over all pixels, and a linear classifier."""
 
-    def __init__(self, shape: models.CNN) -> None:
+    def __init__(self, shape: image_models.CNN) -> None:
         layers: list[nn.Module] = []
         for before, width, stride in zip((3, *shape.widths), shape.widths, shape.strides, strict=False):
             layers += [nn.Conv2d(before, width, 3, stride, padding=1), nn.ReLU()]
@@ -42,7 +42,7 @@ class CNN(nn.Sequential):
         super().__init__(*layers, *pool, nn.Linear(shape.widths[-1], shape.classes))
 
     @staticmethod
-    def sample(shape: models.CNN) -> tuple[Tensor, Tensor]:
+    def sample(shape: image_models.CNN) -> tuple[Tensor, Tensor]:
         images = torch.randn(shape.batch, 3, shape.size, shape.size)
         return images, torch.randint(shape.classes, (shape.batch,))
 

@@ -70,7 +70,8 @@ def test_every_case_has_a_name_and_a_title():
     assert cases.CASES.keys() == cases.TITLES.keys() == set(get_args(CaseName))
     assert cases.USUAL.keys() == tasks.TASKS.keys() == tasks.TITLES.keys() == set(get_args(TaskName))
     about = cases.of_model(MLP(batch=2, width=3, layers=2)).about
-    assert about == {"model": "MLP", "batch": 2, "width": 3, "layers": 2, "parameters": 24}
+    sizes = {"batch": 2, "width": 3, "layers": 2, "compute": None}
+    assert about == {"model": "MLP", **sizes, "parameters": 24}
 
 
 def test_what_cannot_be_loaded():
