@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from pergrad.lab.bench import cases, drawings, tables
-from pergrad.lab.bench.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP
+from pergrad.lab.bench.tasks import (
+    ACCUMULATED,
+    AUTO,
+    FLOOR,
+    JAX_PRIVACY,
+    MICRO_GRAD,
+    PERGRAD,
+    VMAP,
+    family,
+)
 from pergrad.lab.run import records
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +46,7 @@ FIGURES = "{figures}"  # stands for the path of the figures from the page
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
-RIVALS = {VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
+RIVALS = {ACCUMULATED: "accumulated `grad`", VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
 COLUMNS: dict[str, dict[str, str]] = {
     "moments": RIVALS | OURS,
     "norms": RIVALS | OURS,
@@ -63,6 +72,7 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
         rows = logs["models"]["results"]
         for task, names in COLUMNS.items():
             own = [row for row in rows if row["task"] == task]
+            names = without_unlogged(own, names)
             found[task] = tables.markdown(own, titles, names)
             if task == "moments":
                 found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | names)
@@ -85,6 +95,12 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
         found["torch_measured"] = measured("make bench-torch", logs["torch"])
         found["torch_left_out"] = left_out(rows)
     return found
+
+
+def without_unlogged(rows: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, str]:
+    """The columns without that of accumulated gradients where the log is older than this candidate."""
+    there = {family(row["candidate"]) for row in rows}
+    return {name: title for name, title in names.items() if name != ACCUMULATED or name in there}
 
 
 def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:

@@ -12,12 +12,21 @@ from matplotlib.ticker import NullLocator
 
 from pergrad.lab.bench import cases, tasks
 from pergrad.lab.bench.tables import Row, measured, short
-from pergrad.lab.bench.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP, family
+from pergrad.lab.bench.tasks import (
+    ACCUMULATED,
+    AUTO,
+    FLOOR,
+    JAX_PRIVACY,
+    MICRO_GRAD,
+    PERGRAD,
+    VMAP,
+    family,
+)
 from pergrad.lab.config import PartName, TaskName
 from pergrad.lab.files import disk_errors, replace
 from pergrad.lab.pages import sheet
 
-ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY)  # it gives each candidate its colour
+ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY, ACCUMULATED)  # it gives each candidate its colour
 LOOKS: dict[str, dict[str, Any]] = {
     **{name: sheet.look_of(name, ORDER) | {"label": name} for name in ORDER},
     FLOOR: {"color": "#222222", "ls": ":", "marker": "", "label": "jax.grad"},

@@ -1,11 +1,13 @@
 """What statistics of per-example gradients cost beside `jax.grad`, measured.
 
 All candidates of a task (see `tasks`) are compiled. They are timed only if they return the same, and
-then they take turns (see `timing`). Ratios are to the first candidate, the mean gradient alone.
+then they take turns (see `timing`). Ratios are to the first candidate, the mean gradient alone; `tuned`
+is the time as a multiple of that of the fastest candidate for the mean gradient alone.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ import numpy as np
 import pergrad as pg
 from pergrad.lab import timing
 from pergrad.lab.bench import tasks
-from pergrad.lab.bench.tasks import AUTO, FLOOR, PERGRAD, SIZED, Loss, Task, Tree
+from pergrad.lab.bench.tasks import AUTO, FLOOR, FLOORS, PERGRAD, SIZED, Loss, Task, Tree
 from pergrad.lab.errors import LabError
 from pergrad.lab.timing import Executable, Result, Say, to_stderr
 
@@ -123,12 +125,14 @@ def largest_difference(
     rtol: float = RTOL,
     unchecked: Sequence[str] = (),
 ) -> float:
-    """The largest relative difference from the second candidate, in the statistics that both return.
+    """The largest relative difference from the first candidate that has all of the statistics.
+
+    Only those are compared that both candidates return.
 
     Raises `LabError` if a difference is above `rtol`: a candidate that returns something else is not
     worth timing. The statistics named in `unchecked` may differ.
     """
-    _, reference, *_ = executables
+    reference = next(name for name in executables if tasks.family(name) not in FLOORS)
     expected_value, expected = executables[reference].run(params, batch)
     largest = 0.0
     for name, executable in executables.items():
@@ -155,6 +159,7 @@ def _relative_difference(actual: jax.Array, expected: jax.Array) -> float:
 
 def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
     """All that was measured, in a form that JSON can hold."""
+    tuned = tuned_seconds({result.name: result.minimum for result in results})
     return [
         {
             "candidate": result.name,
@@ -164,11 +169,17 @@ def numbers(results: Sequence[Result]) -> list[dict[str, Any]]:
             "seconds": list(result.seconds),
             "minimum": result.minimum,
             "quartiles": list(result.quartiles),
-            "ratios": result.ratios(results[0]),
+            "ratios": result.ratios(results[0]) | {"tuned": result.minimum / tuned},
             "tried": dict(result.executable.tried),
         }
         for result in results
     ]
+
+
+def tuned_seconds(seconds: Mapping[str, float]) -> float:
+    """The time of the fastest candidate for the mean gradient alone; NaN if only one was tried."""
+    floors = {tasks.family(name): time for name, time in seconds.items() if tasks.family(name) in FLOORS}
+    return min(floors.values()) if len(floors) == len(FLOORS) else math.nan
 
 
 def machine() -> dict[str, Any]:

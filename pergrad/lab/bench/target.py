@@ -30,7 +30,7 @@ from pergrad.lab.bench.compiled import hlo, meter
 from pergrad.lab.bench.compiled.chips import CHIPS, Chip
 from pergrad.lab.bench.operations import operations
 from pergrad.lab.bench.run import Item, Row
-from pergrad.lab.bench.tasks import AUTO, FLOOR, PERGRAD, SIZED, Task
+from pergrad.lab.bench.tasks import AUTO, FLOOR, FLOORS, PERGRAD, SIZED, Task
 from pergrad.lab.config import TargetName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
@@ -150,7 +150,7 @@ def about(target: TargetName) -> dict[str, Any]:
 
 
 def measure(item: Item, target: TargetName, say: Say = to_stderr) -> list[Row]:
-    """The rows of one comparison, the floor first; ratios are to the floor."""
+    """The rows of one comparison, the floor first."""
     workload = cases.abstract(item.case)
     task = workload.task(item.task)
     head = {**dataclasses.asdict(item), "model": dict(workload.about)}
@@ -228,10 +228,16 @@ RATIOS = {
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows with ratios to the first, the floor; they are NaN if that is 0 or does not fit."""
+    """The rows with ratios to the first, the floor; they are NaN if that is 0 or does not fit.
+
+    `tuned` is the time as a multiple of that of the fastest candidate for the mean gradient alone.
+    """
     floor = rows[0]
+    fitting = [row for row in rows if "seconds" in row]
+    floors = [row["seconds"] for row in fitting if tasks.family(row["candidate"]) in FLOORS]
 
     def ratios(row: Row) -> dict[str, float]:
-        return {name: row[key] / (floor.get(key) or math.nan) for name, key in RATIOS.items()}
+        found = {name: row[key] / (floor.get(key) or math.nan) for name, key in RATIOS.items()}
+        return found | {"tuned": row["seconds"] / min(floors, default=math.nan)}
 
-    return [row | {"ratios": ratios(row)} if "seconds" in row else row for row in rows]
+    return [row | {"ratios": ratios(row)} if row in fitting else row for row in rows]

@@ -2,8 +2,11 @@
 
 A task is a group of statistics. A candidate for it is a function of a loss's parameters and batch that
 returns the mean loss and the statistics. The name of a candidate that takes a few examples at a time has
-their number in it: `optax micro_grad, microbatch 4`. The first candidate is the floor: it computes the
-mean gradient alone, which everybody pays for anyway.
+their number in it: `optax micro_grad, microbatch 4`.
+
+Two candidates compute the mean gradient alone, which everybody pays for anyway. The first candidate is
+the floor, the gradient of the whole batch at once. The second one adds up the gradients of microbatches;
+at its best size it is what a user has who has tuned the batch to the machine.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import pergrad as pg
 from pergrad.lab.config import TaskName
 
 FLOOR = "jax.value_and_grad"
+ACCUMULATED = "accumulated grad"
+FLOORS = (FLOOR, ACCUMULATED)  # they return the mean gradient and no other statistic
 VMAP = "vmap(grad)"
 MICRO_GRAD = "optax micro_grad"
 JAX_PRIVACY = "jax_privacy"
@@ -30,7 +35,7 @@ PERGRAD = "pergrad"
 MICROBATCH = ", microbatch "
 AUTO = f"{PERGRAD}{MICROBATCH}auto"
 # Candidates that need a microbatch size. The fastest size is searched for.
-SIZED = (MICRO_GRAD, JAX_PRIVACY)
+SIZED = (ACCUMULATED, MICRO_GRAD, JAX_PRIVACY)
 MAX_NORM = 1.0
 
 Tree = Any
@@ -135,9 +140,10 @@ def of_one_position(task: Task) -> Task:
 
 
 def names(task: Task) -> tuple[str, ...]:
-    """The names of the candidates for a task, the floor first, without the sizes that `SIZED` need."""
+    """The names of the candidates for a task, the floors first, without the sizes that `SIZED` need."""
     can = {
         FLOOR: True,
+        ACCUMULATED: True,
         VMAP: task.reduce is not None,
         MICRO_GRAD: task.one is not None,
         JAX_PRIVACY: task.max_norm is not None,
@@ -166,6 +172,28 @@ def make(name: str, loss: Loss, task: Task) -> Candidate:
 def _mean_gradient(loss: Loss, task: Task, size: str) -> Candidate:
     def run(params: Tree, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         value, gradient = jax.value_and_grad(loss)(params, batch)
+        return value, {"mean": gradient}
+
+    return run
+
+
+def _accumulated(loss: Loss, task: Task, size: str) -> Candidate:
+    """The mean gradient of `size` examples at a time, added up in a loop."""
+    value_and_grad = jax.value_and_grad(loss)
+
+    def run(params: Tree, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+        microbatches = jax.tree.map(lambda x: x.reshape(-1, int(size), *x.shape[1:]), batch)
+        rounds = len(jax.tree.leaves(microbatches)[0])
+
+        def add(total: Tree, microbatch: Any) -> tuple[Tree, None]:
+            return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
+
+        one = jax.tree.map(lambda x: x[0], microbatches)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(value_and_grad, params, one)
+        )
+        total, _ = jax.lax.scan(add, zeros, microbatches)
+        value, gradient = jax.tree.map(lambda x: x / rounds, total)
         return value, {"mean": gradient}
 
     return run
@@ -228,6 +256,7 @@ def _pergrad(loss: Loss, task: Task, size: str) -> Candidate:
 
 _MAKERS: dict[str, Callable[[Loss, Task, str], Candidate]] = {
     FLOOR: _mean_gradient,
+    ACCUMULATED: _accumulated,
     VMAP: _vmap_grad,
     MICRO_GRAD: _micro_grad,
     JAX_PRIVACY: _jax_privacy,

@@ -15,7 +15,16 @@ from pergrad.lab import cli, timing
 from pergrad.lab.bench import cases, drawings, peak, price, run, tables, tasks
 from pergrad.lab.bench import docs as written
 from pergrad.lab.bench.models import MLP
-from pergrad.lab.bench.tasks import AUTO, FLOOR, JAX_PRIVACY, MICRO_GRAD, PERGRAD, VMAP
+from pergrad.lab.bench.tasks import (
+    ACCUMULATED,
+    AUTO,
+    FLOOR,
+    FLOORS,
+    JAX_PRIVACY,
+    MICRO_GRAD,
+    PERGRAD,
+    VMAP,
+)
 from pergrad.lab.config import CaseName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
@@ -120,16 +129,17 @@ def test_bench(tmp_path, capsys, monkeypatch):
         assert row["part"] == "models" and row["model"] == {"model": EXAMPLE, "parameters": 6}
         assert len(row["seconds"]) == 2 and row["minimum"] == min(row["seconds"])
         assert row["temp_bytes"] >= 0 and row["compile_seconds"] > 0 and "process" not in row
-        assert row["ratios"].keys() == {"time", "memory", "compile"}
+        assert row["ratios"].keys() == {"time", "tuned", "memory", "compile"}
+        assert row["ratios"]["tuned"] >= row["ratios"]["time"]
         sized = tasks.family(row["candidate"]) in tasks.SIZED
         assert bool(row["tried"]) == sized and (not sized or row["candidate"] in row["tried"])
-    every = [FLOOR, VMAP, MICRO_GRAD, PERGRAD] if HAS_MICRO_GRAD else [FLOOR, VMAP, PERGRAD]
+    every = [*FLOORS, VMAP, *([MICRO_GRAD] if HAS_MICRO_GRAD else []), PERGRAD]
     assert by_task == {
         "moments": every,
         "norms": every,
         "clipped": every,
         "five": every,
-        "tokens": [FLOOR, PERGRAD],
+        "tokens": [*FLOORS, PERGRAD],
     }
     left_out = [row for row in log["results"] if row["candidate"] == AUTO]
     assert len(left_out) == 5 and all(row["left_out"] == "all at once" for row in left_out)
@@ -211,7 +221,7 @@ def test_mistakes(tmp_path, capsys):
 
 def a_row(candidate: str, seconds: float, **more: Any) -> dict[str, Any]:
     head = {"part": "models", "case": "mlp", "task": "moments", "axis": None, "size": None}
-    ratios = {"time": seconds, "memory": 2 * seconds, "compile": 1.5}
+    ratios = {"time": seconds, "tuned": 1.1 * seconds, "memory": 2 * seconds, "compile": 1.5}
     numbers = {"minimum": seconds, "quartiles": [seconds] * 3, "temp_bytes": 3e6, "ratios": ratios}
     numbers |= {"lower_seconds": 1.0, "compile_seconds": 2.0}
     return {**head, "candidate": candidate, **numbers, **more}
@@ -331,6 +341,12 @@ def test_blocks(tmp_path):
     page = "".join(f"<!-- bench: {name} -->\nold\n<!-- end -->\n" for name in names)
     (tmp_path / "page.md").write_text(page)
     filled = written.fill(tmp_path / "page.md", found)
+    assert "accumulated" not in found["moments"]
+    newer = [*ROWS, a_row(f"{ACCUMULATED}, microbatch 2", 0.95)]
+    logs["models"] = newer
+    again = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
+    assert again["moments"].startswith("| model | accumulated `grad` |")
+    assert "| 0.95 (1.90) |" in again["moments"]
     assert "123 (247)" in filled and "docs/benchmarks/growth/growth.png)" in filled
     assert "docs/benchmarks/compile/compile.png)" in filled
     assert filled.count("old") == 1 and filled.count("<!-- ") == 8
