@@ -28,7 +28,7 @@ def _of_equation(eqn: JaxprEqn) -> float:
         return _of_product(eqn)
     if eqn.primitive is conv_general_dilated_p:
         return _of_convolution(eqn)
-    inner = [operations(jaxpr) for jaxpr in _called(eqn)]
+    inner = [operations(jaxpr) for jaxpr in called(eqn)]
     if eqn.primitive is scan_p:
         return eqn.params["length"] * sum(inner)
     if eqn.primitive is cond_p:
@@ -56,7 +56,8 @@ def _size(eqn: JaxprEqn) -> int:
     return math.prod(eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
 
 
-def _called(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+def called(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The programs that an equation calls, such as the body of a loop."""
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, ClosedJaxpr):

@@ -175,7 +175,7 @@ def _found(
     if not tasks.is_installed(name):
         yield {"candidate": name, "left_out": "not installed"}
     elif name in SIZED:
-        yield _fastest(tried(one) for one in price.sizes(name, workload.batch))
+        yield fastest(tried(one) for one in price.sizes(name, workload.batch))
     elif name == AUTO:
         with planning_for(target):
             size = price.auto_size(workload.loss, task, *args)
@@ -204,7 +204,7 @@ def _tried(name: str, candidate: tasks.Candidate, args: tuple[Any, ...], target:
         return {"candidate": name, "left_out": f"{type(error).__name__}: {error}".partition("\n")[0]}
 
 
-def _fastest(rows: Iterable[Row]) -> Row:
+def fastest(rows: Iterable[Row]) -> Row:
     """The fastest of candidates of rising size, which are tried until they get slower or do not fit."""
     best, times = None, {}
     for row in rows:

@@ -18,7 +18,7 @@ class Chip:
     peak = units x side^2 x 2 x clock.
 
     `share` is what large elementwise loops get of the bandwidth by the compiler's own estimate: the
-    bytes of such a loop, divided by its estimated time and by `bandwidth`.
+    bytes of `2 * x + 1`, read and written, divided by its estimated time and by `bandwidth`.
     """
 
     kind: str
@@ -38,5 +38,5 @@ class Chip:
 CHIPS: dict[str, Chip] = {
     "v5e": Chip("TPU v5 lite", "v5e:2x2", 4, 128, 197e12, 819e9, 16e9, share=0.81),
     "v5p": Chip("TPU v5", "v5p:2x2x1", 8, 128, 459e12, 2765e9, 95e9, share=0.72),
-    "v6e": Chip("TPU v6 lite", "v6e:2x2", 4, 256, 918e12, 1640e9, 32e9, share=0.86),
+    "v6e": Chip("TPU v6 lite", "v6e:2x2", 4, 256, 918e12, 1640e9, 32e9, share=0.81),
 }

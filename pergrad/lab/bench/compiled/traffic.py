@@ -24,9 +24,12 @@ def traffic(program: Program, computation: Computation, instruction: Instruction
     """The bytes that an instruction of `computation` reads and writes in HBM."""
     if instruction.opcode in MOVES:
         return _moved(instruction)
-    operands = (computation.instructions[name] for name in instruction.operands)
-    reads = (_read(program, instruction, k, operand) for k, operand in enumerate(operands))
-    return sum(reads) + _written(program, computation, instruction)
+    reads: dict[str, float] = {}
+    for k, name in enumerate(instruction.operands):  # the same one may be there several times
+        operand = computation.instructions[name]
+        taken = reads.get(name, 0.0) + _read(program, instruction, k, operand)
+        reads[name] = min(operand.hbm_bytes, taken)
+    return sum(reads.values()) + _written(program, computation, instruction)
 
 
 def _moved(instruction: Instruction) -> float:
