@@ -154,17 +154,12 @@ def measure(item: Item, target: TargetName, say: Say = to_stderr) -> list[Row]:
     workload = cases.abstract(item.case)
     task = workload.task(item.task)
     head = {**dataclasses.asdict(item), "model": dict(workload.about)}
-    rows = [
-        {**head, **found}
-        for name in tasks.names(task)
-        for found in _found(name, workload, task, target, say)
-    ]
-    return with_ratios(rows)
+    names = tasks.names(task)
+    return with_ratios([{**head, **_row(name, workload, task, target, say)} for name in names])
 
 
-def _found(
-    name: str, workload: cases.Workload, task: Task, target: TargetName, say: Say
-) -> Iterable[Row]:
+def _row(name: str, workload: cases.Workload, task: Task, target: TargetName, say: Say) -> Row:
+    """What a candidate costs, at its best size if it needs one, or why it is left out."""
     args = workload.params, workload.batch
 
     def tried(name: str) -> Row:
@@ -173,18 +168,16 @@ def _found(
         return row
 
     if not tasks.is_installed(name):
-        yield {"candidate": name, "left_out": "not installed"}
-    elif name in SIZED:
-        yield fastest(tried(one) for one in price.sizes(name, workload.batch))
-    elif name == AUTO:
-        with planning_for(target):
-            size = price.auto_size(workload.loss, task, *args)
-        if size == price.examples(workload.batch):
-            yield {"candidate": name, "left_out": "all at once"}
-        else:
-            yield tried(name) | {"microbatch_size": size}
-    else:
-        yield tried(name)
+        return {"candidate": name, "left_out": "not installed"}
+    if name in SIZED:
+        return fastest(tried(one) for one in price.sizes(name, workload.batch))
+    if name != AUTO:
+        return tried(name)
+    with planning_for(target):
+        size = price.auto_size(workload.loss, task, *args)
+    if size == price.examples(workload.batch):
+        return {"candidate": name, "left_out": "all at once"}
+    return tried(name) | {"microbatch_size": size}
 
 
 def _said(row: Row) -> str:
