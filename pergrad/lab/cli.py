@@ -362,7 +362,7 @@ def _bench_target(
         path,
     )
     for item, rows in run.comparisons(every).items():
-        tables.show(console, f"{target}, compiled for, not run on: {item}", rows, tables.TARGET)
+        tables.show(console, targets.title(item, target), rows, tables.TARGET)
     console.print(Text(str(path), "bold"), soft_wrap=True)
 
 

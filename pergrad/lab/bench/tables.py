@@ -166,9 +166,9 @@ TARGET = Columns(
         "operations\nx",
     ),
     cells=_cells_of_target,
-    said="compiled for the chip, not run on it; x: as a multiple of the first row; x tuned: of the "
-    "fastest way to the mean gradient alone; memory: what XLA sets aside for intermediate results; "
-    "traffic: bytes read and written in the chip's memory; operations: matrix products and convolutions",
+    said="x: as a multiple of the first row; x tuned: of the fastest way to the mean gradient alone; "
+    "memory: what XLA sets aside for intermediate results; traffic: bytes read and written in the "
+    "chip's memory; operations: matrix products and convolutions",
     notes=_notes_on_target,
 )
 

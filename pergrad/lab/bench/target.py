@@ -143,6 +143,14 @@ def items(names: Sequence[str] = (), wanted: Sequence[TaskName] = ()) -> list[It
     ]
 
 
+def title(item: Item, target: TargetName) -> str:
+    """What stands above the table of a comparison."""
+    models: dict[str, str] = {**cases.TITLES, **cases.LARGE_TITLES}
+    statistics: dict[str, str] = {**tasks.TITLES}
+    model = models.get(item.case, item.case)
+    return f"{model}: {statistics[item.task]} (compiled for {target}, not run on it)"
+
+
 def about(target: TargetName) -> dict[str, Any]:
     """Versions, the chip and its numbers. Only results for which these are equal are comparable."""
     versions = records.versions() | {"libtpu": importlib.metadata.version("libtpu")}
