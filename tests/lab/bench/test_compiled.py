@@ -228,6 +228,10 @@ def test_updates_happen_in_place():
     )
     call = f"ROOT %it = {LARGE} fusion(%x, %row, %i), kind=kLoop, calls=%fused"
     assert moved(fused, call, X, I, row) == 2 * ROW_BYTES + 4
+    # A copy of what was updated in place is written as a whole.
+    copied = f"ROOT %it = {LARGE} copy(%updated)"
+    before = plain.replace("ROOT %it", "%updated")
+    assert moved("", copied, X, I, row, before) == 2 * LARGE_BYTES
     # Of two results one is new.
     both = fused.replace("ROOT %renamed", "%renamed").replace(
         "\n}", f"\n  ROOT %both = ({LARGE}, {ROW}) tuple(%renamed, %negated)\n}}"

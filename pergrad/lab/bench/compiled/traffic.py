@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from pergrad.lab.bench.compiled.hlo import Array, Computation, Instruction, Program
+from pergrad.lab.bench.compiled.hlo import Computation, Instruction, Program
 
 SLICES = {"slice", "dynamic-slice", "gather"}
 UPDATE = "dynamic-update-slice"  # its operands: the array, the new slice, the place
@@ -75,27 +75,29 @@ def _taken_by(program: Program, fused: Computation, user: Instruction, array: In
 def _written(program: Program, computation: Computation, instruction: Instruction) -> float:
     fused = program.fused(instruction)
     if fused is None:
-        return _written_by(program, computation, instruction, instruction.arrays)
-    root = fused.root
-    if root.opcode != "tuple":
-        return _written_by(program, fused, root, instruction.arrays)
-    results = [fused.instructions[name] for name in root.operands]
+        return _stored(computation, instruction, instruction.hbm_bytes)
+    results = [fused.root]
+    if fused.root.opcode == "tuple":
+        results = [fused.instructions[name] for name in fused.root.operands]
+    sizes = [array.hbm_bytes for array in instruction.arrays]
     return sum(
-        _written_by(program, fused, result, (array,))
-        for result, array in zip(results, instruction.arrays, strict=True)
+        _stored_by_fusion(program, fused, result, size)
+        for result, size in zip(results, sizes, strict=True)
     )
 
 
-def _written_by(
-    program: Program, computation: Computation, result: Instruction, arrays: tuple[Array, ...]
-) -> float:
-    """The bytes written for one `result`, which goes to `arrays`: those of a slice, or all."""
-    whole = sum(array.hbm_bytes for array in arrays)
-    while result.opcode in RENAMED | {"copy"} and len(result.operands) == 1:
-        result = computation.instructions[result.operands[0]]
-    if result.opcode == UPDATE:
-        return min(whole, computation.instructions[result.operands[1]].bytes)
+def _stored_by_fusion(program: Program, fused: Computation, result: Instruction, size: float) -> float:
+    """The bytes written for one result of a fusion, of `size` bytes in HBM."""
+    while result.opcode in RENAMED:
+        result = fused.instructions[result.operands[0]]
     inner = program.fused(result)
-    if inner is not None and inner is not computation and inner.root.opcode != "tuple":
-        return _written_by(program, inner, inner.root, arrays)
-    return whole
+    if inner is not None and inner.root.opcode != "tuple":
+        return _stored_by_fusion(program, inner, inner.root, size)
+    return _stored(fused, result, size)
+
+
+def _stored(computation: Computation, result: Instruction, size: float) -> float:
+    """Of an array that is updated in place, the bytes of the slice; else all."""
+    if result.opcode == UPDATE:
+        return min(size, computation.instructions[result.operands[1]].bytes)
+    return size
