@@ -5,6 +5,7 @@ from pergrad import noise, optim, scaling
 from pergrad._call import check, explain, grad_stats, value_and_stats
 from pergrad._cut import FactorPair
 from pergrad._errors import ArgumentError, NotPerExampleError, PergradError
+from pergrad._ir import plan_for
 from pergrad._plan import Plan
 from pergrad._statistics import (
     ClippedMean,
@@ -51,6 +52,7 @@ __all__ = [
     "grad_stats",
     "noise",
     "optim",
+    "plan_for",
     "power",
     "scaling",
     "value_and_stats",

@@ -1,14 +1,15 @@
 """Programs and numbers. This folder knows nothing of gradients, and every later folder builds on it.
 
-In reading order: `numerics` (weigh, widen, add), `equations` (reading and running them), `primitives`
-(what each is), `dependence` (what depends on what), `loop` and `conditional` (a `scan` and a `cond` in
-words), `counts` (operations and bytes of equations), `backend` (what a kind of device can do), `devices`
+In reading order: `backend` (what a kind of device can do), `numerics` (weigh, widen, add), `equations`
+(reading and running them), `primitives` (what each is), `dependence` (what depends on what), `loop` and
+`conditional` (a `scan` and a `cond` in words), `counts` (operations and bytes of equations), `devices`
 (sums over the devices that share a batch).
 """
 
 from pergrad._ir import backend as backend
 from pergrad._ir import counts as counts
 from pergrad._ir.backend import Backend as Backend
+from pergrad._ir.backend import plan_for as plan_for
 from pergrad._ir.conditional import take_branch as take_branch
 from pergrad._ir.conditional import take_by_example as take_by_example
 from pergrad._ir.counts import nbytes as nbytes

@@ -1,18 +1,23 @@
 """How fast each kind of device is: the rates from which the plan computes the price of a strategy.
 
 The rates are rough on purpose. The prices that the plan compares differ by factors, not by percents.
-They stand in `rates.json`, each kind of device with where its rates come from, "measured" or "assumed".
-`pergrad bench --rates` measures the rates of the machine that it runs on, and writes such a file.
+They stand in `rates.json`, each kind of device with where its rates come from: "measured", "assumed", or
+"compiled for", which is what XLA's compiler says of programs for a device that is not there. `pergrad
+bench --rates` measures the rates of the machine that it runs on, and writes such a file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.resources
 import json
 import math
+from collections.abc import Iterator
 
 import jax
+
+from pergrad._errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +39,7 @@ class Backend:
 
     `example_axis` is the factor by which a program with an axis of examples takes longer than one
     without. `stream_size` is how many bytes the gradients made by one batched product may take; it is 0
-    where products should not be batched. `working_set` is how many bytes the activations of one
-    microbatch may take.
+    where products should not be batched. `memory` is how many bytes the device has.
 
     The file leaves out the last three fields where they make no difference, which is if they are
     infinite.
@@ -52,21 +56,23 @@ class Backend:
     loop_round: float
     equation: float
     stream_size: float
-    working_set: float
+    memory: float
     looped_convolution_rate: float = math.inf
     fresh_rate: float = math.inf
     kept_size: float = math.inf
 
+    @property
+    def platform(self) -> str:
+        """JAX's word for devices of this kind and their relatives: "cpu", "gpu" or "tpu"."""
+        return self.name.partition(":")[0]
 
-def read_rates(text: str) -> dict[str, Backend]:
-    """The kinds of devices in a file of rates, by name."""
-    return {kind: Backend(name=kind, **entry["rates"]) for kind, entry in json.loads(text).items()}
+    @property
+    def working_set(self) -> float:
+        """How many bytes the activations of a microbatch may take."""
+        return WORKING_SHARE * self.memory
 
 
-BACKENDS = read_rates(importlib.resources.files("pergrad._ir").joinpath("rates.json").read_text("utf-8"))
-
-
-# The share of an accelerator's memory that the activations of a microbatch may take.
+# The share of a device's memory that the activations of a microbatch may take.
 WORKING_SHARE = 0.4
 
 
@@ -74,17 +80,67 @@ WORKING_SHARE = 0.4
 STREAM_SHARE = 0.01
 
 
-def backend() -> Backend:
-    """The kind of device that programs run on by default.
+def read_rates(text: str) -> dict[str, Backend]:
+    """The kinds of devices in a file of rates, by name."""
+    return {name: Backend(name=name, **entry["rates"]) for name, entry in json.loads(text).items()}
 
-    If an accelerator says how much memory it has, `working_set` and `stream_size` follow from that.
+
+_FILE = importlib.resources.files("pergrad._ir").joinpath("rates.json").read_text("utf-8")
+BACKENDS = read_rates(_FILE)
+# What JAX calls a device, and the name that it has here.
+_BY_DEVICE_KIND = {
+    kind: name for name, entry in json.loads(_FILE).items() for kind in entry["device_kinds"]
+}
+# The name of the device that `plan_for` has set. A function that was compiled for one device is compiled
+# again for another, since the value of this context is part of what `jax.jit` looks programs up by.
+_planned_for = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def plan_for(device: str) -> Iterator[None]:
+    """Within this context, statistics are planned for another device than the one that JAX runs on.
+
+    `device` is "cpu", "gpu:h100", "tpu:v5e", "tpu:v5p" or "tpu:v6e". The context changes how statistics
+    are computed, and not what they are: which strategy each parameter gets, and how many examples run at
+    a time with `microbatch_size="auto"`. Use it to see the plan that a run on that device would have, or
+    to compile for a device that is not there.
+
+    >>> import jax, jax.numpy as jnp, pergrad as pg
+    >>> params, batch = jnp.zeros((3, 2)), jnp.ones((8, 3))
+    >>> def loss(params, x):
+    ...     return jnp.mean((x @ params) ** 2)
+    >>> with pg.plan_for("tpu:v5e"):
+    ...     plan = pg.explain(loss, {"second_moment": pg.Mean(jnp.square)}, params, batch)
+    >>> plan.backend
+    'tpu:v5e'
     """
-    kind = BACKENDS.get(jax.default_backend(), BACKENDS["gpu"])
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if not kind.stream_size or not memory:
+    if device not in BACKENDS:
+        raise ArgumentError(f"plan_for knows {', '.join(BACKENDS)}, and not {device!r}.")
+    with _planned_for(device):
+        yield
+
+
+def platform() -> str:
+    """The platform that programs are compiled for: that of `plan_for`, or of JAX's default device."""
+    return BACKENDS[_planned_for.value].platform if _planned_for.value else jax.default_backend()
+
+
+def backend() -> Backend:
+    """The kind of device that programs are planned for: that of `plan_for`, or JAX's default device.
+
+    A device that the file of rates does not have counts as the first of its platform there, and one of
+    an unknown platform as a GPU. If an accelerator says how much memory it has, that counts.
+    """
+    if _planned_for.value:
+        return BACKENDS[_planned_for.value]
+    device = jax.local_devices()[0]
+    relatives = [kind for kind in BACKENDS.values() if kind.platform == jax.default_backend()]
+    relatives += [kind for kind in BACKENDS.values() if kind.platform == "gpu"]
+    name = _BY_DEVICE_KIND.get(device.device_kind, relatives[0].name)
+    kind = BACKENDS[name]
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    if kind.platform == "cpu" or not memory:
         return kind
     return dataclasses.replace(
-        kind,
-        working_set=WORKING_SHARE * memory,
-        stream_size=min(kind.stream_size, STREAM_SHARE * memory),
+        kind, memory=memory, stream_size=min(kind.stream_size, STREAM_SHARE * memory)
     )

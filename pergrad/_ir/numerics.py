@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pergrad._ir.backend import platform
+
 Weights = jax.Array | float
 
 
@@ -87,11 +89,11 @@ def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> 
     to run it ("Unsupported element type for DotThunk: BF16 x BF16 = F32"). So on the CPU the operands
     are widened here, which takes as long.
 
-    Python decides this, for the default device, and not `lax.platform_dependent`: the products in the
-    body of a loop and those of single tokens stand in programs that are cut again, and a conditional
-    around a product would hide it there.
+    Python decides this, for the device that programs are compiled for, and not
+    `lax.platform_dependent`: the products in the body of a loop and those of single tokens stand in
+    programs that are cut again, and a conditional around a product would hide it there.
     """
     is_wider = dtype is not None and dtype != jnp.promote_types(x.dtype, d.dtype)
-    if is_wider and jax.default_backend() == "cpu":
+    if is_wider and platform() == "cpu":
         x, d = x.astype(dtype), d.astype(dtype)
     return lax.dot_general(x, d, numbers, precision=precision, preferred_element_type=dtype)

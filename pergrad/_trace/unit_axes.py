@@ -152,6 +152,58 @@ def _pad(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
     return _bind(eqn, ins, padding_config=tuple(config[axis] for axis in kept))
 
 
+def _gather(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    """A gather without axes of length 1, in its operand, its indices, its windows and its result.
+
+    The result has the axes of the indices but the last one, and those axes of a window that are not
+    collapsed (`offset_dims`). So an axis of length 1 in the result is either an axis of the indices or
+    an axis of a window, which can be collapsed.
+    """
+    old: lax.GatherDimensionNumbers = eqn.params["dimension_numbers"]
+    operand, indices, out = map(_shape, (*eqn.invars, *eqn.outvars))
+    kept, sizes = _kept(operand), eqn.params["slice_sizes"]
+    if not set(old.start_index_map) <= kept.keys():
+        return None
+    collapsed = [a for a in kept if a in old.collapsed_slice_dims or sizes[a] == 1]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=_of(out, old.offset_dims),
+        collapsed_slice_dims=_of(operand, [a for a in collapsed if a not in old.operand_batching_dims]),
+        start_index_map=_of(operand, old.start_index_map),
+        operand_batching_dims=_of(operand, old.operand_batching_dims),
+        start_indices_batching_dims=_of(indices, old.start_indices_batching_dims),
+    )
+    own = [ins[0], _index_vectors(ins[1], indices)]
+    return _bind(eqn, own, dimension_numbers=numbers, slice_sizes=tuple(sizes[a] for a in kept))
+
+
+def _scatter(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
+    """A scatter without axes of length 1. Its updates are to it what the result is to a gather."""
+    old: lax.ScatterDimensionNumbers = eqn.params["dimension_numbers"]
+    operand, indices, updates = map(_shape, eqn.invars)
+    kept = _kept(operand)
+    if not set(old.scatter_dims_to_operand_dims) <= kept.keys():
+        return None
+    elsewhere = {*old.inserted_window_dims, *old.operand_batching_dims}
+    window = [a for a in range(len(operand)) if a not in elsewhere]
+    lengths = [updates[a] for a in old.update_window_dims]
+    ones = [a for a, n in zip(window, lengths, strict=True) if n == 1]
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=_of(updates, old.update_window_dims),
+        inserted_window_dims=_of(operand, sorted([*old.inserted_window_dims, *ones])),
+        scatter_dims_to_operand_dims=_of(operand, old.scatter_dims_to_operand_dims),
+        operand_batching_dims=_of(operand, old.operand_batching_dims),
+        scatter_indices_batching_dims=_of(indices, old.scatter_indices_batching_dims),
+    )
+    own = [ins[0], _index_vectors(ins[1], indices), ins[2]]
+    return _bind(eqn, own, dimension_numbers=numbers)
+
+
+def _index_vectors(indices: Any, shape: Sequence[int]) -> Any:
+    """Indices of this shape without axes of length 1, but with their last axis, which holds a vector."""
+    *before, length = shape
+    return lax.reshape(indices, (*(n for n in before if n != 1), length))
+
+
 RULES: dict[Primitive, Rule] = {
     p.dot_general_p: _product,
     p.broadcast_in_dim_p: _broadcast,
@@ -161,6 +213,8 @@ RULES: dict[Primitive, Rule] = {
     p.slice_p: _slice,
     p.pad_p: _pad,
     p.concatenate_p: lambda eqn, ins: _along(eqn, ins, "dimension"),
+    p.gather_p: _gather,
+    **dict.fromkeys([p.scatter_p, p.scatter_add_p], _scatter),
     _compat.split_p: lambda eqn, ins: _along(eqn, ins, "axis"),
     **dict.fromkeys([p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p, p.reduce_and_p], _reduction),
     **dict.fromkeys(those_that_are(Is.ELEMENTWISE), _elementwise),

@@ -342,7 +342,7 @@ def _bench_rates(rounds: int, budget: float, out: Path) -> None:
     measured = rates.measure(rounds=rounds, budget=budget)
     known = rates.of_package()
     records.write_json(out, rates.with_measured(known, measured))
-    print(rates.table(rates.of_today(known), measured))
+    print(rates.table(known[rates.name_of_today(known)]["rates"], measured))
     Console().print(Text(str(out), "bold"), soft_wrap=True)
 
 

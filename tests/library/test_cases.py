@@ -103,7 +103,7 @@ def test_low_precision(case: Case) -> None:
 @pytest.mark.parametrize("name", HANDFUL)
 def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Planned for a GPU, and run here: batched streams, other choices, the same numbers.
-    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu:h100"])
     Runner(CASE[name], PLAIN).check("auto")
     Runner(CASE[name], WEIGHTED).check("streamed:2")
 

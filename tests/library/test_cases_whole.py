@@ -48,7 +48,7 @@ def test_every_strategy(name: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("name", HANDFUL[::2])
 def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu:h100"])
     check_whole(CASE[name], "auto", WEIGHTED)
 
 

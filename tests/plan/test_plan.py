@@ -163,7 +163,7 @@ def test_sums_of_convolutions(monkeypatch):
         return rows_of(plan_of(model, pg.Mean()))["['layers'][1]['kernel']"].strategy
 
     assert strategy() == "streamed"
-    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu:h100"])
     assert strategy() == "summed"
 
 
@@ -270,10 +270,12 @@ def test_streams_of_an_accelerator_are_as_wide_as_its_memory_allows(monkeypatch)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     widths = []
     for memory in (8e10, 8e8):
-        device = types.SimpleNamespace(memory_stats=lambda memory=memory: {"bytes_limit": memory})
+        device = types.SimpleNamespace(
+            device_kind="?", memory_stats=lambda memory=memory: {"bytes_limit": memory}
+        )
         monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
         plan = pg.explain(tagger, MOMENTS, strategy="streamed")(*tagger_args(4096, width=256))
-        assert plan.backend == "gpu"
+        assert plan.backend == "gpu:h100"
         (streams,) = {c.strategy for t in plan.tails for c in t.choices if t.tail.params == (3,)}
         assert streams.batched
         widths.append(streams.at_a_time)
@@ -486,3 +488,47 @@ def test_products_of_half_precision_models_are_seen(loss, per):
     (row,) = pg.explain(loss, pg.Mean(jnp.square, per=per))(*args).rows
     assert row.kind == "product"
     assert row.strategy.startswith("factored" if per == "token" else "streamed")
+
+
+def test_planned_for_a_device_that_is_not_there():
+    with pg.plan_for("tpu:v5e"):
+        there = pg.explain(tagger, MOMENTS)(*tagger_args(16))
+        with pg.plan_for("gpu:h100"):
+            assert pg.explain(tagger, MOMENTS)(*tagger_args(16)).backend == "gpu:h100"
+    here = pg.explain(tagger, MOMENTS)(*tagger_args(16))
+    assert (there.backend, here.backend) == ("tpu:v5e", "cpu")
+    assert "planned for tpu:v5e" in str(there)
+
+
+def test_a_function_is_compiled_anew_for_another_device():
+    seen = []
+
+    def loss(params, batch):
+        seen.append(backend.platform())
+        return tagger(params, batch)
+
+    stats = jax.jit(pg.grad_stats(loss, MOMENTS))
+    args = tagger_args(4)
+    for device in ("tpu:v5e", "cpu", "tpu:v5e"):
+        with pg.plan_for(device):
+            stats.trace(*args)
+    assert list(dict.fromkeys(seen)) == ["tpu", "cpu"] and seen[-1] == "cpu"
+
+
+def test_unknown_device():
+    known = r"cpu, gpu:h100, tpu:v5e, .*'tpu:v9'"
+    with pytest.raises(pg.ArgumentError, match=known), pg.plan_for("tpu:v9"):
+        pass
+
+
+def test_devices_by_what_jax_calls_them(monkeypatch):
+    for platform, kind, name in (
+        ("tpu", "TPU v6 lite", "tpu:v6e"),
+        ("tpu", "TPU v9", "tpu:v5e"),
+        ("gpu", "NVIDIA H100 PCIe", "gpu:h100"),
+        ("quantum", "?", "gpu:h100"),
+    ):
+        device = types.SimpleNamespace(device_kind=kind, memory_stats=lambda: None)
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert backend.backend() is backend.BACKENDS[name]

@@ -219,7 +219,7 @@ def test_what_is_not_finite_in_a_factor(x, d, weight):
 @pytest.mark.parametrize("at_a_time", [2, 3, 4, 9])
 @pytest.mark.parametrize("name", ["positions", "embedding"])
 def test_the_last_examples_of_a_batched_stream_count(name, at_a_time, monkeypatch):
-    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu"])
+    monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu:h100"])
     fun, _ = LOSSES[name]
     w, batch = make(name, ratio=1, size=11, dtype=jnp.float64)
     _, _, g = oracle.per_example(fun, (w, batch))

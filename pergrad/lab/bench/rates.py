@@ -28,7 +28,7 @@ from pergrad.lab.bench import price
 from pergrad.lab.run import records
 from pergrad.lab.timing import Say, to_stderr
 
-TAKEN_OVER = ("cache_size", "kept_size", "example_axis", "stream_size", "working_set")
+TAKEN_OVER = ("cache_size", "kept_size", "example_axis", "stream_size", "memory")
 ABOUT = (
     "Measured by `pergrad bench --rates`. No small program shows these, which are taken over from the "
     f"file of the package: {', '.join(TAKEN_OVER)}."
@@ -199,25 +199,31 @@ def of_package() -> dict[str, Any]:
     return json.loads(file.read_text("utf-8"))
 
 
-def of_today(known: Mapping[str, Any]) -> dict[str, float]:
-    """The rates that the plan prices this kind of device with.
+def name_of_today(known: Mapping[str, Any]) -> str:
+    """The name in a file of rates of the device that programs run on by default.
 
-    A kind that the file does not know counts as a GPU.
+    A device that the file does not have counts as the first of its platform, or as the first GPU.
     """
-    return known.get(jax.default_backend(), known["gpu"])["rates"]
+    kind = jax.local_devices()[0].device_kind
+    named = [name for name, entry in known.items() if kind in entry["device_kinds"]]
+    platforms = jax.default_backend(), "gpu"
+    relatives = [name for platform in platforms for name in known if name.startswith(platform)]
+    return (named + relatives)[0]
 
 
 def with_measured(known: Mapping[str, Any], measured: Mapping[str, float]) -> dict[str, Any]:
     """A file of rates with those that were measured, and where they come from."""
-    today = of_today(known)
+    name = name_of_today(known)
+    today = known[name]
     entry = {
+        "device_kinds": today["device_kinds"],
         "source": "measured",
         "about": ABOUT,
         "machine": price.machine(),
         "versions": records.versions(),
-        "rates": {**measured, **{name: today[name] for name in TAKEN_OVER if name in today}},
+        "rates": {**measured, **{n: today["rates"][n] for n in TAKEN_OVER if n in today["rates"]}},
     }
-    return {**known, jax.default_backend(): entry}
+    return {**known, name: entry}
 
 
 def table(today: Mapping[str, float], measured: Mapping[str, float]) -> str:
