@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import primitives
 
 from pergrad import _compat
@@ -54,11 +55,20 @@ def _programs(value: Any) -> list[Jaxpr]:
 
 
 def evaluate_wide(eqns: Sequence[JaxprEqn], env: Env) -> None:
-    """As `evaluate`, but half-precision numbers become float32, and casts to fewer bits are left out."""
+    """As `evaluate`, but half-precision numbers become float32, and casts to fewer bits are left out.
+
+    An equation that runs a program of its own, such as how a scatter-add adds two numbers, gets its
+    operands in the dtypes that this program was traced with.
+    """
     for eqn in eqns:
         args = [widen(read(env, v)) for v in eqn.invars]
-        is_cast = eqn.primitive is primitives.convert_element_type_p
-        outs = args if is_cast and _narrows(eqn, args[0]) else _compat.bind(eqn, args)
+        if eqn.primitive is primitives.convert_element_type_p and _narrows(eqn, args[0]):
+            outs = args
+        elif programs(eqn):
+            pairs = zip(args, eqn.invars, strict=True)
+            outs = _compat.bind(eqn, [lax.convert_element_type(x, aval(v).dtype) for x, v in pairs])
+        else:
+            outs = _compat.bind(eqn, args)
         env.update(zip(eqn.outvars, [widen(x) for x in outs], strict=True))
 
 

@@ -1,8 +1,9 @@
 """Which tests run. The names of files are those below `tests`.
 
 Everything that runs everywhere would take too long, so that tests with long lists of parameters take
-turns. A checksum of its name gives every test a number from 0 to 8, and every run has its turn, a number
-from 0 to 8, too, which changes from commit to commit:
+turns. A checksum of its parameters gives every test a number from 0 to 8, so that tests of the same case
+have the same number and share what is made for it. Every run has its turn, a number from 0 to 8, too,
+which changes from commit to commit:
 
     PERGRAD_TESTS   a list in SHORTENED                     another list of parameters
     all             all of it                               all of it
@@ -44,19 +45,27 @@ def _turn() -> int:
 TURN = int(os.environ.setdefault("PERGRAD_TURN", str(_turn())))
 HOW_MANY = os.environ.get("PERGRAD_TESTS", "some")
 
-# Long lists of parameters. That every case meets the strategies that the plan takes is not among them.
+# Long lists of parameters.
 SHORTENED = {
-    "call/test_check.py": {"test_good_loss"},
-    "cut/test_lookups.py": {"test_whole_gradients"},
-    "library/test_cases.py": {"test_strategies", "test_low_precision", "test_means_alone"},
+    "call/test_check.py": {"test_good_loss", "test_examples_that_meet"},
+    "cut/test_lookups.py": {"test_whole_gradients", "test_no_table_for_each_example"},
+    "library/test_cases.py": {
+        "test_auto",
+        "test_strategies",
+        "test_low_precision",
+        "test_means_alone",
+        "test_with_and_without_a_step",
+    },
+    "library/test_devices.py": {"test_every_statistic"},
+    "library/test_frameworks.py": {"test_model_meets_the_oracle"},
     "library/test_integrations.py": {
         "test_statistics",
         "test_half_precision",
         "test_check_accepts",
         "test_check_of_a_mean_over_all_tokens",
     },
-    "lab/run/test_train.py": {"test_every_model"},
-    "lab/studies/test_studies.py": {"test_study"},
+    "lab/run/test_train.py": {"test_every_model", "test_every_optimizer"},
+    "lab/studies/test_studies.py": {"test_study", "test_page_in_a_browser"},
     "plan/test_plan.py": {"test_truth"},
     "optim/test_optim.py": {
         "test_keeps_dtypes",
@@ -76,6 +85,8 @@ SHORTENED = {
         "test_long_sums_do_not_stagnate",
         "test_squares_of_small_half_precision_gradients_do_not_vanish",
         "test_mixed_precision",
+        "test_products_of_any_layout_in_mixed_precision",
+        "test_variance_is_never_negative",
         "test_weights_are_counts",
         "test_example_of_weight_zero_may_be_anything",
     },
@@ -83,6 +94,7 @@ SHORTENED = {
         "test_eager_and_jit",
         "test_vmap_over_an_ensemble",
         "test_derivative_of_statistics",
+        "test_keys_that_are_unsafe_to_map_do_not_depend_on_the_microbatch",
     },
     "cut/test_units.py": {
         "test_tokens",
@@ -97,6 +109,7 @@ SHORTENED = {
         "test_any_microbatch_and_strategy",
         "test_gradient_that_is_not_finite_is_not_dropped",
     },
+    "test_project.py": {"test_page"},
 }
 
 
@@ -108,7 +121,8 @@ def file_of(item: Any) -> str:
 def runs(name: str, is_long: bool, how_many: str, turn: int) -> bool:
     """Whether the test of this name, one of a list of parameters, has its turn."""
     parts = {"all": 1, "some": 3 if is_long else 1, "few": 9 if is_long else 3}[how_many]
-    return zlib.crc32(name.encode()) % parts == turn % parts
+    parameters = name.partition("[")[2]
+    return zlib.crc32(parameters.encode()) % parts == turn % parts
 
 
 def chosen(items: Sequence[Any]) -> list[Any]:

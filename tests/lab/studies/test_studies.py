@@ -107,10 +107,10 @@ def test_study(name: StudyName, ran):
     assert told and len({config for config, *_ in told}) == len(told)
 
 
-def test_pages_in_a_browser(ran):
+@pytest.mark.parametrize("name", CLAIMS)
+def test_page_in_a_browser(name: StudyName, ran):
     with chromium.browser() as browser:
-        for name in CLAIMS:
-            chromium.check(browser, ran(name).out / "report.html")
+        chromium.check(browser, ran(name).out / "report.html")
 
 
 def test_names_and_presets():
