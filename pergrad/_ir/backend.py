@@ -105,12 +105,11 @@ def plan_for(device: str) -> Iterator[None]:
     a time with `microbatch_size="auto"`. Use it to see the plan that a run on that device would have, or
     to compile for a device that is not there.
 
-    >>> import jax, jax.numpy as jnp, pergrad as pg
-    >>> params, batch = jnp.zeros((3, 2)), jnp.ones((8, 3))
-    >>> def loss(params, x):
-    ...     return jnp.mean((x @ params) ** 2)
+    >>> import jax.numpy as jnp, pergrad as pg
+    >>> def loss(w, x):
+    ...     return jnp.mean((x @ w) ** 2)
     >>> with pg.plan_for("tpu:v5e"):
-    ...     plan = pg.explain(loss, {"second_moment": pg.Mean(jnp.square)}, params, batch)
+    ...     plan = pg.explain(loss, pg.Mean(jnp.square))(jnp.zeros((3, 2)), jnp.ones((8, 3)))
     >>> plan.backend
     'tpu:v5e'
     """
