@@ -164,44 +164,62 @@ def _gather(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
     kept, sizes = _kept(operand), eqn.params["slice_sizes"]
     if not set(old.start_index_map) <= kept.keys():
         return None
+    vectors, places = _index_vectors(ins[1], indices, old.start_indices_batching_dims)
+    batch = [a for a in range(len(out)) if a not in old.offset_dims]
+    own = sorted([batch[a] for a in places] + [a for a in old.offset_dims if out[a] != 1])
     collapsed = [a for a in kept if a in old.collapsed_slice_dims or sizes[a] == 1]
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=_of(out, old.offset_dims),
+        offset_dims=_places(own, old.offset_dims),
         collapsed_slice_dims=_of(operand, [a for a in collapsed if a not in old.operand_batching_dims]),
         start_index_map=_of(operand, old.start_index_map),
         operand_batching_dims=_of(operand, old.operand_batching_dims),
-        start_indices_batching_dims=_of(indices, old.start_indices_batching_dims),
+        start_indices_batching_dims=_places(places, old.start_indices_batching_dims),
     )
-    own = [ins[0], _index_vectors(ins[1], indices)]
-    return _bind(eqn, own, dimension_numbers=numbers, slice_sizes=tuple(sizes[a] for a in kept))
+    sizes = tuple(sizes[a] for a in kept)
+    return squeezed(_bind(eqn, [ins[0], vectors], dimension_numbers=numbers, slice_sizes=sizes))
 
 
 def _scatter(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
     """A scatter without axes of length 1. Its updates are to it what the result is to a gather."""
     old: lax.ScatterDimensionNumbers = eqn.params["dimension_numbers"]
     operand, indices, updates = map(_shape, eqn.invars)
-    kept = _kept(operand)
-    if not set(old.scatter_dims_to_operand_dims) <= kept.keys():
+    if not set(old.scatter_dims_to_operand_dims) <= _kept(operand).keys():
         return None
+    vectors, places = _index_vectors(ins[1], indices, old.scatter_indices_batching_dims)
+    batch = [a for a in range(len(updates)) if a not in old.update_window_dims]
+    own = sorted([batch[a] for a in places] + [a for a in old.update_window_dims if updates[a] != 1])
     elsewhere = {*old.inserted_window_dims, *old.operand_batching_dims}
     window = [a for a in range(len(operand)) if a not in elsewhere]
-    lengths = [updates[a] for a in old.update_window_dims]
-    ones = [a for a, n in zip(window, lengths, strict=True) if n == 1]
+    pairs = zip(window, old.update_window_dims, strict=True)
+    inserted = sorted([*old.inserted_window_dims, *(a for a, u in pairs if updates[u] == 1)])
     numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=_of(updates, old.update_window_dims),
-        inserted_window_dims=_of(operand, sorted([*old.inserted_window_dims, *ones])),
+        update_window_dims=_places(own, old.update_window_dims),
+        inserted_window_dims=_of(operand, inserted),
         scatter_dims_to_operand_dims=_of(operand, old.scatter_dims_to_operand_dims),
         operand_batching_dims=_of(operand, old.operand_batching_dims),
-        scatter_indices_batching_dims=_of(indices, old.scatter_indices_batching_dims),
+        scatter_indices_batching_dims=_places(places, old.scatter_indices_batching_dims),
     )
-    own = [ins[0], _index_vectors(ins[1], indices), ins[2]]
-    return _bind(eqn, own, dimension_numbers=numbers)
+    values = lax.reshape(ins[2], [updates[a] for a in own])
+    return _bind(eqn, [ins[0], vectors, values], dimension_numbers=numbers)
 
 
-def _index_vectors(indices: Any, shape: Sequence[int]) -> Any:
-    """Indices of this shape without axes of length 1, but with their last axis, which holds a vector."""
-    *before, length = shape
-    return lax.reshape(indices, (*(n for n in before if n != 1), length))
+def _index_vectors(indices: Any, shape: Sequence[int], batching: Sequence[int]) -> tuple[Any, list[int]]:
+    """The indices with few axes of length 1, and which of their axes are left, apart from the last.
+
+    The last axis holds a vector, and stays. If each index belongs to one row of the operand, as the
+    labels of a cross-entropy do, then all other axes that are not of length 1 are batching axes. XLA's
+    TPU compiler fuses such a gather or scatter only if there is one more axis, of length 1.
+    """
+    places = range(len(shape) - 1)
+    left = [a for a in places if shape[a] != 1]
+    if left and set(left) <= set(batching):
+        left = sorted(left + [a for a in places if shape[a] == 1 and a not in batching][-1:])
+    return lax.reshape(indices, [*(shape[a] for a in left), shape[-1]]), left
+
+
+def _places(left: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """The places among the axes `left` of those of `axes` that are among them."""
+    return tuple(left.index(a) for a in axes if a in left)
 
 
 RULES: dict[Primitive, Rule] = {
