@@ -29,7 +29,7 @@ PAGES = sorted(
 
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
-    *("Mean", "Variance", "Individual", "Fold", "Loss", "Count", "power", "Statistic"),
+    *("Mean", "Variance", "Individual", "Fold", "Loss", "Count", "power", "plan_for", "Statistic"),
     *("Norm", "ClippedMean", "Gram", "Dot", "Factors", "FactorPair", "combine", "all_combine"),
     *("PergradError", "ArgumentError", "NotPerExampleError"),
 }

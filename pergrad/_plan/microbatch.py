@@ -1,16 +1,14 @@
 """How many examples go through the model at a time with `microbatch_size="auto"`: the cheapest size.
 
 A batch has B examples, and a microbatch has m of them. An example has a bytes of activations.
-Parameters and the states of all statistics have p bytes. The states of tails in loops have q of these
-bytes. Products in loops of the model read r bytes of parameters, which count as often as there are
-rounds. The program has n equations. Then the price is
+Parameters and the states of all statistics have p bytes. Products in loops of the model read r bytes of
+parameters, which count as often as there are rounds. The program has n equations. Then the price is
 
     m a / fresh rate                      if m a is more than the process keeps: the operating system
                                           then has to provide temporary memory and page it in
     + (B / m) (p / memory rate)           every microbatch reads parameters and states from memory
     + (B / m) (3 r / cache rate)          in every round of a loop, a product reads its parameter, writes
                                           it in the order that it needs, and reads what it has written
-    + (B / m) (2 q / fresh rate)          the states of tails in loops are copied into and out of them
     + (B / m) (n equations + one round)   every microbatch starts each equation, and one round of a loop
     + convolutions in a loop              if m < B: on the CPU XLA runs them several times slower there
 
@@ -63,12 +61,10 @@ def choose_microbatch_size(
     """
     eqns = equations_of(cut)
     a = activations(cut, 2) - activations(cut, 1)
-    in_loops = {param for tail in cut.all_tails() if tail.levels for param in tail.params}
     numbers = [sum(s.accumulates for s in own) for own in wanted]
     states = [n * counts.nbytes(g) for n, g in zip(numbers, cut.program.grads, strict=True)]
-    q = sum(states[param] for param in in_loops)
     p = sum(states) + sum(counts.nbytes(v) for v in cut.program.params)
-    each = p / device.memory_rate + 2 * q / device.fresh_rate + device.loop_round
+    each = p / device.memory_rate + device.loop_round
     each += counts.equations(eqns) * device.equation
     for nbytes, times in parameters_read_in_loops(eqns, cut.varies):
         rate = device.cache_rate if nbytes <= device.cache_size else device.memory_rate

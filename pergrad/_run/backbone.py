@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pergrad._compat import aval
@@ -24,7 +25,7 @@ from pergrad._ir import Env, evaluate, read, with_example_axis
 from pergrad._plan import Schedule, TailPlan
 from pergrad._run.reduce import Directions, Reduction
 from pergrad._run.states import Key, States
-from pergrad._statistics import Phase, Reading
+from pergrad._statistics import Accumulator, LeafStatistic, Phase, Reading
 
 # A tail in a loop, as a call. Its arguments are the example's weight, the factors and the constants of
 # the tail, the states so far, and the directions.
@@ -62,15 +63,21 @@ def run_backbone(part: Part, env: Env, loops: InLoops, states: States, direction
 def _run_loop(
     cut_loop: CutLoop, env: Env, loops: InLoops, states: States, directions: Directions
 ) -> States:
-    """Runs a loop with tails inside, and returns their results, which have one entry for each round."""
+    """Runs a loop with tails inside, and returns their results, which have one entry for each round.
+
+    If there are states from earlier microbatches, the loop carries those of all rounds, and each round
+    replaces its own, which XLA does in place. If it returned its states, XLA would set aside a second
+    array for those of all rounds. Without earlier states that second array is the only one.
+    """
     loop, part = cut_loop.loop, cut_loop.body
     consts, init, xs = loop.operands([read(env, v) for v in loop.eqn.invars])
     params = tuple(param for tail in part.all_tails() for param in tail.params)
     outputs = [k for k in range(len(loop.eqn.outvars)) if k not in cut_loop.taken]
 
-    def body(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
-        own, states, directions = x
-        inner = loop.env(consts, carry, own)
+    def body(carry: tuple[list[Any], States], x: Any) -> tuple[tuple[list[Any], States], Any]:
+        (own, of_all_rounds), (number, xs, directions) = carry, x
+        inner = loop.env(consts, own, xs)
+        states = jax.tree.map(lambda s: _of_round(s, number), of_all_rounds)
         results = run_backbone(part, inner, loops, states, directions)
         for tail in part.tails:
             factors, constants = ([inner[v] for v in vs] for vs in (tail.factors, tail.constants))
@@ -78,12 +85,30 @@ def _run_loop(
             reduce = loops.reducers[tail.number]
             results |= reduce(loops.w, factors, constants, states.of(tail.params), towards)
         outs = [read(inner, loop.body.jaxpr.outvars[k]) for k in outputs]
-        return outs[: loop.num_carry], (outs[loop.num_carry :], results)
+        new = States({key: results[key] for key in of_all_rounds})
+        of_all_rounds = jax.tree.map(lambda s, x: _with_round(s, number, x), of_all_rounds, new)
+        others = States({key: x for key, x in results.items() if key not in new})
+        return (outs[: loop.num_carry], of_all_rounds), (outs[loop.num_carry :], others)
 
     towards = {param: v for param, v in directions.items() if param in params}
-    ends, (ys, results) = loop.run(body, init, (xs, states.of(params), towards))
+    numbers = jnp.arange(loop.length)
+    (ends, carried), (ys, others) = loop.run(body, (init, states.of(params)), (numbers, xs, towards))
     env.update({loop.eqn.outvars[k]: out for k, out in zip(outputs, [*ends, *ys], strict=True)})
-    return results
+    return carried | others
+
+
+# JAX traces the body of a loop without rounds, too, to learn the shapes of its results.
+
+
+def _of_round(x: jax.Array, number: jax.Array) -> jax.Array:
+    """The entry of `x` for the round of this number."""
+    is_there = x.shape[0] > 0
+    return lax.dynamic_index_in_dim(x, number, 0, False) if is_there else jnp.zeros(x.shape[1:], x.dtype)
+
+
+def _with_round(x: jax.Array, number: jax.Array, new: jax.Array) -> jax.Array:
+    """`x`, with a new entry for the round of this number."""
+    return lax.dynamic_update_index_in_dim(x, new, number, 0) if x.shape[0] > 0 else x
 
 
 def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
@@ -95,13 +120,8 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
     ) -> States:
         # This body never runs, because the weight always has the example axis. JAX traces it to learn
         # the shapes of the results.
-        readings: dict[Key, Any] = {
-            (param, s): _zeros_like_reading(s, aval(t.tail.grads[place]), directions.get(param))
-            for place, param in enumerate(t.tail.params)
-            for s in t.statistics(Phase.FIRST)
-            if isinstance(s, Reading)
-        }
-        return States({key: (states | readings)[key] for key in _keys(t)})
+        grads = {param: aval(g) for param, g in zip(t.tail.params, t.tail.grads, strict=True)}
+        return States({(p, s): _like_result(s, grads[p], directions.get(p)) for p, s in _keys(t)})
 
     @reduce.def_vmap
     def rule(
@@ -155,7 +175,11 @@ def _keys(t: TailPlan) -> list[Key]:
     return [(param, s) for s in t.statistics(Phase.FIRST) for param in t.tail.params]
 
 
-def _zeros_like_reading(reading: Reading, like: Any, direction: Any) -> jax.Array:
+def _like_result(statistic: LeafStatistic, like: Any, direction: Any) -> Any:
+    """Zeros shaped like the state of an accumulator, or like the value of a reading."""
+    if isinstance(statistic, Accumulator):
+        return statistic.init(like)
+    assert isinstance(statistic, Reading)
     g = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    shape = jax.eval_shape(lambda g: reading.of(g, direction), g)
+    shape = jax.eval_shape(lambda g: statistic.of(g, direction), g)
     return jnp.zeros(shape.shape, shape.dtype)

@@ -90,13 +90,13 @@ def run(
 
 
 def _starting_states(schedule: Schedule) -> States:
-    """Empty states for the accumulators whose states a loop carries, over microbatches or over layers.
+    """Empty states for all accumulators if a loop over microbatches carries them.
 
-    All other accumulators start without a state, so that JAX need not trace an addition of 0.
+    Without such a loop, accumulators start without a state, so that JAX need not trace an addition of 0.
     """
     states = States()
-    for t in schedule.tails:
-        if schedule.microbatches > 1 or t.tail.levels:
+    if schedule.microbatches > 1:
+        for t in schedule.tails:
             running = t.statistics(Phase.FIRST, Phase.CLIPPED)
             states |= empty_states(t, [s for s in running if isinstance(s, Accumulator)])
     return states
