@@ -6,6 +6,12 @@
     python -m pergrad.lab.bench.torch_side_by_side --out docs/benchmarks/torch.json
     python -m pergrad.lab.bench.docs
 
+After a change that concerns few models, measure those again, and put their rows in the place of the old
+ones. The pages then name the commit of each:
+
+    pergrad bench --cases transformer_scanned --tasks moments --out again
+    python -m pergrad.lab.bench.docs again/results.json
+
 A page has a comment where a table begins, `<!-- bench: NAME -->`, and one where it ends, `<!-- end -->`.
 This command writes the text between them, from the JSON files in docs/benchmarks, and draws the figures
 beside those files again.
@@ -15,11 +21,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pergrad.lab.bench import cases, drawings, tables
+from pergrad.lab.bench import cases, drawings, tables, tasks
 from pergrad.lab.bench.tasks import (
     ACCUMULATED,
     AUTO,
@@ -30,6 +37,7 @@ from pergrad.lab.bench.tasks import (
     VMAP,
     family,
 )
+from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +49,7 @@ LOGS = {
     "compile": NUMBERS / "compile" / "results.json",
     "torch": NUMBERS / "torch.json",
 }
+AGAIN = "measured_at"  # in a row that was measured again: the commit of pergrad
 COMMAND = "pergrad bench --parts"
 FIGURES = "{figures}"  # stands for the path of the figures from the page
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -98,9 +107,11 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_unlogged(rows: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, str]:
-    """The columns without that of accumulated gradients where the log is older than this candidate."""
-    there = {family(row["candidate"]) for row in rows}
-    return {name: title for name, title in names.items() if name != ACCUMULATED or name in there}
+    """The columns without that of accumulated gradients, if some rows are older than this candidate."""
+    rows = list(rows)
+    having = {row["case"] for row in rows if family(row["candidate"]) == ACCUMULATED}
+    all_have = having == {row["case"] for row in rows}
+    return {name: title for name, title in names.items() if name != ACCUMULATED or all_have}
 
 
 def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:
@@ -124,7 +135,26 @@ def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str
     how = f"at most {log['about']['settings'][times]} {times}"
     what = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "numpy")
     where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
-    return f"`{command}`, the fastest of {how} on {where}; {what}."
+    again = {(row["case"], row["task"]): row[AGAIN] for row in log["results"] if AGAIN in row}
+    later = "".join(f"; {case}, {task}: pergrad {at}" for (case, task), at in again.items())
+    return f"`{command}`, the fastest of {how} on {where}; {what}{later}."
+
+
+def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """The log with the comparisons of a newer log in the place of its own.
+
+    The other packages, the machine and the settings must be the same.
+    """
+    about, at = (entry["about"] for entry in (log, newer)), newer["about"]["versions"]["pergrad"]
+    old, new = ({**a, "versions": {**a["versions"], "pergrad": ""}} for a in about)
+    if old != new:
+        raise LabError(f"The two logs were not measured alike: {old} and {new}.")
+    measured_again = {(row["part"], row["case"], row["task"]) for row in newer["results"]}
+    kept = [r for r in log["results"] if (r["part"], r["case"], r["task"]) not in measured_again]
+    rows = kept + [{**row, AGAIN: at} for row in newer["results"]]
+    order = {name: place for place, name in enumerate([*cases.CASES, *tasks.TASKS])}
+    rows.sort(key=lambda row: (order[row["case"]], order[row["task"]]))
+    return {"about": log["about"], "results": rows}
 
 
 def left_out(rows: list[Mapping[str, Any]]) -> str:
@@ -149,6 +179,9 @@ def logs() -> dict[str, Any]:
 
 
 def main() -> None:
+    for newer in sys.argv[1:]:
+        path = LOGS["models"]
+        records.write_json(path, replaced(records.read_json(path), records.read_json(Path(newer))))
     there = logs()
     found = blocks(there)
     for page in PAGES:
