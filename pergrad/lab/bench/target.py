@@ -8,7 +8,6 @@ the chip's memory; and operations are those of the traced program.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -25,6 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import pergrad as pg
 from pergrad.lab.bench import cases, price, tasks
 from pergrad.lab.bench.compiled import hlo, meter
 from pergrad.lab.bench.compiled.chips import CHIPS, Chip
@@ -94,21 +94,15 @@ def _device(topology: str) -> NamedSharding:
     return NamedSharding(Mesh(np.array(described.devices[:1]), ("chip",)), PartitionSpec())
 
 
-@contextlib.contextmanager
-def planning_for(target: TargetName):
-    """pergrad plans for the target inside of it."""
-    yield
-
-
 def judge(candidate: Callable[..., Any], args: tuple[Any, ...], target: TargetName) -> Judged:
-    """Compiles a function of abstract arguments for a target."""
+    """Compiles a function of abstract arguments for a target, for which pergrad plans in it."""
     chip = chip_of(target)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_device(chip.topology)), args
     )
     jax.clear_caches()
     start = time.perf_counter()
-    with planning_for(target):
+    with pg.plan_for(target):
         traced = jax.jit(candidate).trace(*args)
         lowered = traced.lower()
     middle = time.perf_counter()
@@ -181,7 +175,7 @@ def _row(name: str, workload: cases.Workload, task: Task, target: TargetName, sa
         return fastest(tried(one) for one in price.sizes(name, workload.batch))
     if name != AUTO:
         return tried(name)
-    with planning_for(target):
+    with pg.plan_for(target):
         size = price.auto_size(workload.loss, task, *args)
     if size == price.examples(workload.batch):
         return {"candidate": name, "left_out": "all at once"}

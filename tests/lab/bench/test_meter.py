@@ -15,6 +15,7 @@ import pytest
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from rich.console import Console
 
+import pergrad as pg
 from pergrad.lab import cli, timing
 from pergrad.lab.bench import cases, run, tables, target, tasks
 from pergrad.lab.bench.models import MLP
@@ -100,6 +101,20 @@ def test_a_loop_around_a_loop():
 
 
 # The benchmark of a target.
+
+
+@needs_compiler
+@pytest.mark.parametrize("on", TARGETS)
+def test_pergrad_plans_for_the_target(on):
+    seen = []
+
+    def candidate(weight: jax.Array, x: jax.Array) -> jax.Array:
+        loss = lambda weight, x: jnp.mean((x @ weight) ** 2)  # noqa: E731
+        seen.append(pg.explain(loss, pg.Mean(jnp.square))(weight, x).backend)
+        return loss(weight, x)
+
+    judged(candidate, array(8, 8, dtype=jnp.float32), array(4, 8, dtype=jnp.float32), on=on)
+    assert seen == [on]
 
 
 def test_without_the_compiler(monkeypatch, capsys):
