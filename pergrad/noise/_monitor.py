@@ -162,7 +162,7 @@ class Monitor:
             else averaged(state.outliers, _count_outliers(norms, example_weights), 1.0),
             sign_factor=averaged(state.sign_factor, self._sign_factors(stats)),
             sign_disagreement=averaged(state.sign_disagreement, self._disagreements(stats)),
-            previous=stats["mean"] if self.across_steps else None,
+            previous=get(stats, "mean") if self.across_steps else None,
         )
 
     def summary(self, state: NoiseState, *, layers: bool = False) -> dict[str, float | None]:
@@ -213,8 +213,8 @@ class Monitor:
 
     def _from_two_steps(self, stats: Stats, state: NoiseState) -> dict[str, SignalNoise]:
         # |mu|^2 = E[<gbar, gbar'>],  tr Sigma (1 / B + 1 / B') = E[||gbar - gbar'||^2]
-        now, before = flat(stats["mean"], self.where), flat(state.previous, self.where)
-        sizes = 1 / stats["count"] + 1 / jnp.maximum(state.examples, 1)
+        now, before = flat(get(stats, "mean"), self.where), flat(state.previous, self.where)
+        sizes = 1 / get(stats, "count") + 1 / jnp.maximum(state.examples, 1)
 
         def one(a: jax.Array, b: jax.Array) -> SignalNoise:
             return SignalNoise(jnp.sum(a * b), jnp.sum(jnp.square(a - b)) / sizes)

@@ -462,6 +462,9 @@ def test_errors():
         noise.by_layer(stats)
     with pytest.raises(pg.ArgumentError, match="'count'"):
         noise.snr({"mean": jnp.ones(2), "variance": jnp.ones(2)})
+    across = noise.Monitor(across_steps=True)
+    with pytest.raises(pg.ArgumentError, match=r'"mean": pg\.Mean\(\)'):
+        across.update({"count": jnp.asarray(4)}, across.init({"w": jnp.zeros(2)}))
     with pytest.raises(pg.ArgumentError, match="decay"):
         noise.Monitor(decay=1.0)
     with pytest.raises(pg.ArgumentError, match="no parameter"):
