@@ -13,7 +13,7 @@ The peak over the program of what is kept is the estimate, good to a factor of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +57,19 @@ def equations(eqns: Iterable[JaxprEqn]) -> int:
 def _equations_of(eqn: JaxprEqn) -> int:
     inner = max((equations(jaxpr.eqns) for jaxpr in programs(eqn)), default=0)
     return 1 + eqn.params.get("length", 1) * inner
+
+
+def results(eqn: JaxprEqn, times: int = 1) -> Iterator[tuple[int, int]]:
+    """The bytes of an equation's results, and how often it runs: `times`.
+
+    An equation that runs programs, such as a loop, gives those of the equations in them.
+    """
+    inner = programs(eqn)
+    if not inner:
+        yield sum(map(nbytes, eqn.outvars)), times
+    for jaxpr in inner:
+        for one in jaxpr.eqns:
+            yield from results(one, times * eqn.params.get("length", 1))
 
 
 def _nothing(eqn: JaxprEqn) -> float:

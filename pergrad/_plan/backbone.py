@@ -65,6 +65,18 @@ def equations_of(part: Part) -> list[JaxprEqn]:
     return [x.loop.eqn if isinstance(x, CutLoop) else x for x in part.backbone]
 
 
+def results_of(part: Part, times: int = 1) -> Iterator[tuple[int, int]]:
+    """The bytes of each equation's results for one example, and how often the equation runs.
+
+    Only equations that depend on the example count. `times` is how often the part itself runs.
+    """
+    for x in part.backbone:
+        if isinstance(x, CutLoop):
+            yield from results_of(x.body, times * x.loop.length)
+        elif not part.varies.isdisjoint(x.outvars):
+            yield from counts.results(x, times)
+
+
 def parameters_read_in_loops(
     eqns: Iterable[JaxprEqn], varies: Collection[Var]
 ) -> Iterator[tuple[int, int]]:

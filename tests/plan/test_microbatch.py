@@ -6,9 +6,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 import pergrad as pg
+from pergrad._ir import counts
 from pergrad._plan.backbone import parameters_read_in_loops
 from pergrad.lab.bench import run, tables
 from pergrad.lab.bench.cases import CASES, of_model
@@ -63,6 +65,34 @@ def test_auto_takes_what_was_fast():
                 if seconds.get(size, float("inf")) > MOST * min(seconds.values()):
                     wrong.append(f"{item}: {size} at a time; the seconds by size were {seconds}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(16, 8), (2048, 2), (3072, 1)])
+def test_a_tpu_takes_few_long_sequences_at_a_time(length, expected):
+    """So many that the scores of the attention, and what they are made from, fit into the vector memory."""
+
+    def loss(w, x):
+        scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x @ w, x))
+        return jnp.mean(jnp.square(jnp.einsum("bts,bsd->btd", scores, x)))
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, length, 256), jnp.float32)
+    with pg.plan_for("tpu:v5e"):
+        plan = pg.explain(loss, pg.Mean(jnp.square), microbatch_size="auto")(w, x)
+    assert plan.microbatch_size == expected
+
+
+def test_results_of_equations():
+    def fun(w, xs):
+        h = jnp.tanh(recurrence(w, xs))
+        return lax.cond(h[0] > 0, lambda x: x @ w, lambda x: x, h)
+
+    w, xs = jnp.zeros((D, D), jnp.float32), jnp.zeros((T, D), jnp.float32)
+    eqns = jax.make_jaxpr(fun)(w, xs).jaxpr.eqns
+    found = [pair for eqn in eqns for pair in counts.results(eqn)]
+    in_loop = [pair for pair in found if pair[1] == T]
+    assert in_loop == [(4 * D, T)] * 3  # the product, the sum and its tanh
+    assert found.count((4 * D, 1)) >= 2  # the last tanh, and the product in the branch
 
 
 # What products in loops read again.
