@@ -69,7 +69,7 @@ def test_auto_takes_what_was_fast():
 
 @pytest.mark.parametrize(("length", "expected"), [(16, 8), (2048, 2), (3072, 1)])
 def test_a_tpu_takes_few_long_sequences_at_a_time(length, expected):
-    """So many that the scores of the attention, and what they are made from, fit into the vector memory."""
+    """As many as have scores that fit into the vector memory, beside what they are made from."""
 
     def loss(w, x):
         scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x @ w, x))

@@ -45,9 +45,9 @@ COPIES = {"copy", "transpose", "reshape", "broadcast", "concatenate", "slice", "
 # What a fusion of copies may have inside besides.
 BUNDLED = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}
 
-# What the vector unit, with its 8 x 128 lanes, does in a cycle on arrays that lie on the chip, as found
-# in the instructions that the compiler made of a copy and of a sum of squares for a v5e. For arrays in
-# HBM these rates do not matter, because the memory is slower.
+# What the vector unit, with its 8 x 128 lanes, does in a cycle on arrays that lie on the chip: rough
+# numbers for a copy and for a sum of squares, which no chip has confirmed. For arrays in HBM they do not
+# matter, because the memory is slower.
 COPIED_BYTES_A_CYCLE = 3000
 NUMBERS_A_CYCLE = 1800
 
