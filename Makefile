@@ -9,6 +9,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 TORCH := .venv-torch
+TPU := .venv-tpu
 OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
 # What depends on the version of JAX: all but the lab, the examples and the checks of the project's files.
 ENGINE := $(filter-out tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py, \
@@ -18,7 +19,7 @@ PROGRAMS ?= 1000
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-engine-oldest \
+.PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-tpu test-engine-oldest \
 	test-engine-newest mutants fuzz lint bench bench-torch clean
 
 help: ## list the targets
@@ -45,6 +46,9 @@ test-oldest: $(OLDEST)/installed ## run the tests with the oldest supported JAX
 test-newest: $(NEWEST)/installed ## run the tests with the newest JAX, on Python 3.12 or newer
 	$(NEWEST)/bin/python $(PYTEST)
 
+test-tpu: $(TPU)/installed ## hold the costs on a TPU, as its compiler has them on any machine, to their limits
+	$(TPU)/bin/python -m pytest tests/library/test_guard_tpu.py tests/lab/bench/test_meter.py
+
 test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone, a third of the cases, with the oldest JAX
 	PERGRAD_TESTS=few $(OLDEST)/bin/python $(PYTEST) $(ENGINE)
 
@@ -69,7 +73,7 @@ bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and to
 	$(TORCH)/bin/python -m pergrad.lab.bench.torch_side_by_side
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) $(TPU) .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp files below are written last: an interrupted installation is done again.
@@ -85,6 +89,11 @@ $(VENV)/bench: $(VENV)/installed
 $(TORCH)/installed: pyproject.toml
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python -m pip install --quiet --editable '.[bench-torch]'
+	touch $@
+
+$(TPU)/installed: pyproject.toml
+	$(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/python -m pip install --quiet --editable '.[dev,tpu-aot]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml
