@@ -53,7 +53,6 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "unrolled: moments": Limit(UNROLLED, MOMENTS, None, 1.18, 1.35),
-    "unrolled: moments, one at a time": Limit(UNROLLED, MOMENTS, 1, 1.75, 0.08),
     "unrolled: norms": Limit(UNROLLED, NORMS, None, 1.17, 2.28),
     "scanned: moments": Limit(SCANNED, MOMENTS, None, 1.15, 1.64),
     "scanned: moments, one at a time": Limit(SCANNED, MOMENTS, 1, 1.71, 0.46),
