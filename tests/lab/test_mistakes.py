@@ -141,4 +141,6 @@ def test_interrupted(text, tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130 and error == "interrupted; the same command again continues\n"
+    # Grain warns on JAX before 0.11 that it cannot profile its workers.
+    own = [line for line in error.splitlines() if not line.startswith("WARNING:absl:Grain")]
+    assert process.returncode == 130 and own == ["interrupted; the same command again continues"]

@@ -338,7 +338,7 @@ def test_blocks(tmp_path):
     logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
-    page = "".join(f"<!-- bench: {name} -->\nold\n<!-- end -->\n" for name in names)
+    page = "".join(f"<!-- bench: {name} -->\nwhat stood here\n<!-- end -->\n" for name in names)
     (tmp_path / "page.md").write_text(page)
     filled = written.fill(tmp_path / "page.md", found)
     assert "accumulated" not in found["moments"]
@@ -349,7 +349,7 @@ def test_blocks(tmp_path):
     assert "| 0.95 (1.90) |" in again["moments"]
     assert "123 (247)" in filled and "docs/benchmarks/growth/growth.png)" in filled
     assert "docs/benchmarks/compile/compile.png)" in filled
-    assert filled.count("old") == 1 and filled.count("<!-- ") == 8
+    assert filled.count("what stood here") == 1 and filled.count("<!-- ") == 8
     assert "CNN, B64, 32x32, 3-32-64-64, no norms |" in found["torch_variance"]
     assert found["torch_left_out"] == f"- {JAX_PRIVACY}: `LayerNorm`"
     assert (

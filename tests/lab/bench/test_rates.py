@@ -84,7 +84,7 @@ def test_other_devices_keep_their_rates():
 
 def test_rates_take_no_models(capfd):
     assert cli.main(["bench", "--rates", "--cases", "mlp"]) == 1
-    assert "takes no loss, cases, tasks or parts" in capfd.readouterr().err
+    assert "no loss, cases, tasks, parts or target" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", rates.of_package())
