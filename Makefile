@@ -49,10 +49,10 @@ test-newest: $(NEWEST)/installed ## run the tests with the newest JAX, on Python
 test-tpu: $(TPU)/installed ## hold the costs on a TPU, as its compiler has them on any machine, to their limits
 	$(TPU)/bin/python -m pytest tests/library/test_guard_tpu.py tests/lab/bench/test_meter.py
 
-test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone, a third of the cases, with the oldest JAX
+test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone, few of the cases, with the oldest JAX
 	PERGRAD_TESTS=few $(OLDEST)/bin/python $(PYTEST) $(ENGINE)
 
-test-engine-newest: $(NEWEST)/installed ## run the engine's tests alone, a third of the cases, with the newest JAX
+test-engine-newest: $(NEWEST)/installed ## run the engine's tests alone, few of the cases, with the newest JAX
 	PERGRAD_TESTS=few $(NEWEST)/bin/python $(PYTEST) $(ENGINE)
 
 mutants: $(VENV)/installed ## break the engine in many small ways and see that the tests notice

@@ -14,17 +14,18 @@ NAMES = [f"test_x[case{number}-{option}]" for number in range(200) for option in
     [
         ("all", True, 1),
         ("all", False, 1),
-        ("some", True, 3),
+        ("some", True, 4),
         ("some", False, 1),
-        ("few", True, 9),
+        ("few", True, 12),
         ("few", False, 3),
     ],
 )
 def test_every_test_has_one_turn(how_many, is_long, parts):
     turns = [
-        {name for name in NAMES if selection.runs(name, is_long, how_many, turn)} for turn in range(9)
+        {name for name in NAMES if selection.runs(name, is_long, how_many, turn)}
+        for turn in range(selection.TURNS)
     ]
-    assert all(turns[turn] == turns[turn % parts] for turn in range(9))
+    assert all(turns[turn] == turns[turn % parts] for turn in range(selection.TURNS))
     assert sum(map(len, turns[:parts])) == len(NAMES)
     assert set.union(*turns) == set(NAMES)
     smallest, largest = min(map(len, turns)), max(map(len, turns))
@@ -32,7 +33,7 @@ def test_every_test_has_one_turn(how_many, is_long, parts):
 
 
 def test_what_runs_seldom_runs_often_too():
-    for turn in range(9):
+    for turn in range(selection.TURNS):
         few, some = (
             {name for name in NAMES if selection.runs(name, True, how_many, turn)}
             for how_many in ("few", "some")

@@ -1,15 +1,15 @@
 """Which tests run. The names of files are those below `tests`.
 
 Everything that runs everywhere would take too long, so that tests with long lists of parameters take
-turns. A checksum of its parameters gives every test a number from 0 to 8, so that tests of the same case
-have the same number and share what is made for it. Every run has its turn, a number from 0 to 8, too,
-which changes from commit to commit:
+turns. A checksum of its parameters gives every test a number from 0 to 11, so that tests of the same
+case have the same number and share what is made for it. Every run has its turn, a number from 0 to 11,
+too, which changes from commit to commit:
 
     PERGRAD_TESTS   a list in SHORTENED                     another list of parameters
     all             all of it                               all of it
-    some            a third: the number is the turn's,      all of it
-                    both modulo 3
-    few             a ninth: the number is the turn's       a third, as above
+    some            a quarter: the number is the turn's,    all of it
+                    both modulo 4
+    few             a twelfth: the number is the turn's     a third: both modulo 3
 
 `some` is what runs without that variable. PERGRAD_TURN sets the turn. A test that is named on the
 command line (`file.py::test`) runs in any turn.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
+TURNS = 12
 
 # The seed of the first random program, which changes from day to day. The processes that share out the
 # tests inherit it.
@@ -36,9 +37,9 @@ def _turn() -> int:
     command = ["git", "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True).stdout
-        return int(commit, 16) % 9
+        return int(commit, 16) % TURNS
     except (OSError, subprocess.CalledProcessError):
-        return datetime.date.today().toordinal() % 9
+        return datetime.date.today().toordinal() % TURNS
 
 
 # As with the seed, the processes that share out the tests inherit the turn.
@@ -120,7 +121,7 @@ def file_of(item: Any) -> str:
 
 def runs(name: str, is_long: bool, how_many: str, turn: int) -> bool:
     """Whether the test of this name, one of a list of parameters, has its turn."""
-    parts = {"all": 1, "some": 3 if is_long else 1, "few": 9 if is_long else 3}[how_many]
+    parts = {"all": 1, "some": 4 if is_long else 1, "few": TURNS if is_long else 3}[how_many]
     parameters = name.partition("[")[2]
     return zlib.crc32(parameters.encode()) % parts == turn % parts
 
@@ -142,7 +143,7 @@ def lists_of(items: Sequence[Any]) -> dict[str, int]:
 
 def header() -> str:
     return (
-        f"{HOW_MANY} of the tests with lists of parameters, in turn {TURN} of 0 to 8 "
+        f"{HOW_MANY} of the tests with lists of parameters, in turn {TURN} of 0 to {TURNS - 1} "
         f"(set PERGRAD_TURN={TURN} to repeat it, PERGRAD_TESTS=all to run all)"
     )
 
