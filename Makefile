@@ -14,7 +14,8 @@ OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
 # What depends on the version of JAX: all but the lab, the examples and the checks of the project's files.
 ENGINE := $(filter-out tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py, \
 	$(wildcard tests/test_*.py tests/*/test_*.py))
-PYTEST := -m pytest -n 2
+# Three processes keep two cores busy: some tests wait for processes of their own.
+PYTEST := -m pytest -n 3
 PROGRAMS ?= 1000
 FIRST_SEED ?= 0
 

@@ -139,7 +139,7 @@ def test_a_process_that_never_comes(tmp_path):
 
 
 def test_a_process_twice(tmp_path):
-    codes, outputs = ends(tmp_path, started(tmp_path, [0, 1, 1], of=3, seconds=20))
+    codes, outputs = ends(tmp_path, started(tmp_path, [0, 1, 1], of=3, seconds=12))
     assert codes == [1, 1, 1]
     first, *others = map(error_of, outputs)
     assert "process 2 of 3 did not come" in first and "--process-id 1 already" in first
