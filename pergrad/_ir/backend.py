@@ -1,9 +1,8 @@
 """How fast each kind of device is: the rates from which the plan computes the price of a strategy.
 
 The rates are rough on purpose. The prices that the plan compares differ by factors, not by percents.
-They stand in `rates.json`, each kind of device with where its rates come from: "measured", "assumed", or
-"compiled for", which is what XLA's compiler says of programs for a device that is not there. `pergrad
-bench --rates` measures the rates of the machine that it runs on, and writes such a file.
+They stand in `rates.json`, each kind of device with where its rates come from, "measured" or "assumed".
+`pergrad bench --rates` measures the rates of the machine that it runs on, and writes such a file.
 """
 
 from __future__ import annotations

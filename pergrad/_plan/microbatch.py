@@ -29,9 +29,9 @@ TPU v5e gives these times in ms:
 
     m                                        1      2      8    s(1)     s(2)     s(8)
     vocabulary 1024, unrolled             47.3   57.3   91.2    0 GB    82 GB   101 GB
-    vocabulary 32768, scanned, remat      99.4   97.5    130   12 GB   115 GB   140 GB
+    vocabulary 32768, scanned, remat     101.8   97.5    130   12 GB   115 GB   140 GB
 
-so that s(8) - s(1) took 0.29 and 0.16 times as long as memory takes for as many bytes.
+so that s(8) - s(1) took 0.29 and 0.15 times as long as memory takes for as many bytes.
 
 The term with r is for recurrences. Their products have only as many rows as there are examples in a
 microbatch, and bringing a parameter into order takes as long for few rows as for many. The factor 3 (a
