@@ -3,10 +3,12 @@
 In reading order: `terms/` (the sums that tails begin with), `steps` (the linear equations after them),
 `tail` (what a tail is), `find` (where tails begin), `hoist/` (sums leave loops and branches), `cut` (the
 program is divided into backbone and tails), `examples` (what a tail is reduced over), `units` (groups
-and single contributions in the place of examples), `ways` (where steps bring the entries of a term),
-`factor_pairs` (inputs and residuals laid out like the parameter).
+and single contributions in the place of examples), `blocks` (a gradient in blocks), `ways` (where steps
+bring the entries of a term), `factor_pairs` (inputs and residuals laid out like the parameter).
 """
 
+from pergrad._cut.blocks import Divided as Divided
+from pergrad._cut.blocks import divided as divided
 from pergrad._cut.cut import Cut as Cut
 from pergrad._cut.cut import CutLoop as CutLoop
 from pergrad._cut.cut import Part as Part

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pergrad._compat import aval
-from pergrad._cut import CutLoop, Examples, Part
+from pergrad._compat import Literal, aval
+from pergrad._cut import Cut, CutLoop, Examples, Part
 from pergrad._ir import Env, evaluate, read, with_example_axis
 from pergrad._plan import Schedule, TailPlan
 from pergrad._run.reduce import Directions, Reduction
@@ -47,6 +47,25 @@ def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> di
     """
     make = _reducer_of_one if size == 1 else _reducer
     return {t.tail.number: make(schedule, t, shared) for t in schedule.tails if t.tail.levels}
+
+
+def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: Directions) -> States:
+    """Runs the backbone of the whole program, whose backward pass begins after the loss is known.
+
+    Without that order XLA might compute what only the loss needs, such as the logarithms of all
+    probabilities, together with the residuals of the last layer. Both would then be in memory at once.
+    """
+    eqns = [x.loop.eqn if isinstance(x, CutLoop) else x for x in cut.backbone]
+    ct = cut.program.cotangent
+    start = next((k for k, eqn in enumerate(eqns) if ct in eqn.invars), len(eqns))
+    forward, backward = (
+        dataclasses.replace(cut, backbone=x) for x in (cut.backbone[:start], cut.backbone[start:])
+    )
+    results = run_backbone(forward, env, loops, states, directions)
+    loss = cut.program.value
+    if isinstance(loss, Literal) or loss in env:
+        env[ct], _ = lax.optimization_barrier((env[ct], read(env, loss)))
+    return results | run_backbone(backward, env, loops, states, directions)
 
 
 def run_backbone(part: Part, env: Env, loops: InLoops, states: States, directions: Directions) -> States:

@@ -22,7 +22,7 @@ from jax import lax
 from pergrad._cut import Cut, Examples
 from pergrad._ir import Weights, read
 from pergrad._plan import Schedule
-from pergrad._run.backbone import InLoops, reducers_in_loops, run_backbone
+from pergrad._run.backbone import InLoops, reducers_in_loops, run_program
 from pergrad._run.clip import clipped_means
 from pergrad._run.reduce import Directions, Reduction, empty_states
 from pergrad._run.states import States
@@ -167,7 +167,7 @@ class _Microbatch(NamedTuple):
 
         def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
             env = program.starting_env(self.params, example, start)
-            results = run_backbone(cut, env, InLoops(reducers, w), states, self.directions)
+            results = run_program(cut, env, InLoops(reducers, w), states, self.directions)
             factors = [[env[v] for v in tail.factors] for tail in cut.tails]
             constants = [[env[v] for v in tail.constants] for tail in cut.tails]
             aux = [read(env, v) for v in program.aux]

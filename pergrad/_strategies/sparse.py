@@ -178,9 +178,12 @@ class _LookedUp:
         if any(s.quantity is Quantity.CENTRED for s in statistics):
             means |= {PLAIN_MEAN: None}
         values, zero, w = self.rows.values, jnp.zeros((), self.dtype), self.examples.weights
-        columns = [weigh(mean.apply(values) - mean.apply(zero), w) for mean in means]
-        tables = self.table.to_table(self.rows.keys, jnp.stack(columns, axis=2))
-        return dict(zip(means, tables, strict=True))
+
+        def table(mean: WeightedSum) -> jax.Array:
+            own = weigh(mean.apply(values) - mean.apply(zero), w)
+            return self.table.to_table(self.rows.keys, own)
+
+        return {mean: table(mean) for mean in means}
 
     def moved(self, x: jax.Array) -> jax.Array:
         """The array `x`, which is laid out like the table, laid out like the gradient.
@@ -234,7 +237,7 @@ def _squared_norms(rows: Rows) -> jax.Array:
 def _pairs(lookup: Lookup, rows: Rows, examples: Examples) -> jax.Array:
     def row(own: tuple[jax.Array, jax.Array]) -> jax.Array:
         keys, values = own
-        (table,) = lookup.to_table(keys[None], values[None, :, None])
+        table = lookup.to_table(keys[None], values[None])
         return jnp.sum(lookup.at(table, rows.keys) * rows.values, axis=range(1, rows.values.ndim))
 
     return lax.map(row, (examples.those_here(rows.keys), examples.those_here(rows.values)))
@@ -245,8 +248,8 @@ def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: 
     first = jnp.broadcast_to(first, rows.values.shape).astype(rows.values.dtype)
     is_there = jnp.not_equal(w, 0).astype(first.dtype) if isinstance(w, jax.Array) else 1.0
     apart = first * jnp.square(rows.values - lookup.at(mean, rows.keys))
-    columns = [weigh(apart, w), weigh(first, w), weigh(first, is_there)]
-    m2, t, touching = lookup.to_table(rows.keys, jnp.stack(columns, axis=2))
+    columns = weigh(apart, w), weigh(first, w), weigh(first, is_there)
+    m2, t, touching = (lookup.to_table(rows.keys, column) for column in columns)
     # For a row that all examples look up, t = n. Rounding could hide that, so the examples are counted.
     all_touch = touching == total(is_there, rows.first.shape[0])
     return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)

@@ -7,19 +7,26 @@ Several examples may go through one round of the loop (`at_a_time`). On accelera
 forms their gradients (`batched`). On the CPU a batched product takes up to 20 times as long as single
 products, so each example has a product of its own. The states are still read and written only once a
 round, which pays if the products are short.
+
+If the gradient and the states of its statistics do not fit into the cache, all of them would go through
+memory for every example. So a large gradient is divided into blocks (`block`), one after the other. For
+each block there is a loop over all examples, in which the block and its part of the states stay in the
+cache. The products are the same, and each state is read and written only once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pergrad._cut import Examples, Tail
+from pergrad._compat import aval
+from pergrad._cut import Divided, Examples, Tail, divided
 from pergrad._ir import in_groups
 from pergrad._statistics import Accumulator, LeafStatistic, Reading, State
 from pergrad._strategies.base import FormingStrategy, Job
@@ -30,12 +37,21 @@ from pergrad._strategies.work import Work
 # loop becomes larger, but not faster.
 TOGETHER, WORTH_SHARING = 4, 0.4
 
+# The part of the cache that a block may take, with its part of the states.
+BLOCK_SHARE = 0.5
+# Blocks have a multiple of LANES columns, which is the width of the registers of accelerators.
+LANES = 128
+
+# Makes one example's gradients from its factors, or a block of them, given its start and length.
+Gradients = Callable[..., list[jax.Array]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Streamed(FormingStrategy):
     """The strategy that forms gradients in a loop, `at_a_time` of them in each round.
 
-    `batched` says whether one batched product forms the gradients of a round.
+    `batched` says whether one batched product forms the gradients of a round. `block` is the length of
+    the blocks that the gradient is divided into, or None if it is not divided.
     """
 
     name = "streamed"
@@ -43,6 +59,7 @@ class Streamed(FormingStrategy):
 
     at_a_time: int = 1
     batched: bool = False
+    block: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name}:{self.at_a_time}" if self.at_a_time > 1 else self.name
@@ -51,14 +68,22 @@ class Streamed(FormingStrategy):
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # B (F_t + F_s) / product rate + B g (1 + 2 s) / memory rate + B rounds
+        # B (F_t + F_s) / product rate + B g (1 + 2 s) / memory rate + B rounds. If the gradient is
+        # divided, the passes have the rate of the cache, and states are moved once: 2 s g / memory rate.
         g, s = work.gradient, work.accumulators
-        passes = work.moving(work.size * g * (1 + 2 * s), at_once=g * (1 + s))
+        passes = work.moving(work.size * g * (1 + 2 * s), at_once=g * (1 + s) / self._blocks(work))
+        if self.block is not None:
+            passes += work.moving(2 * s * g)
         formed = work.forming_operations / work.device.product_rate
-        return formed + passes + work.size * work.device.loop_round
+        return formed + passes + self._blocks(work) * work.size * work.device.loop_round
 
     def temporary_bytes(self, work: Work) -> float:
-        return work.formed * min(self.at_a_time, work.size)
+        return work.formed * min(self.at_a_time, work.size) / self._blocks(work)
+
+    def _blocks(self, work: Work) -> int:
+        """How many blocks the gradient is divided into."""
+        axis = divided(work.tail)
+        return 1 if self.block is None or axis is None else math.ceil(axis.length / self.block)
 
     def reason_of_price(self, work: Work) -> str:
         terms = work.tail.terms
@@ -67,8 +92,9 @@ class Streamed(FormingStrategy):
         return what if len(terms) == 1 else f"{what}, {len(terms)} terms"
 
     def fitted(self, work: Work, at_a_time: int | None) -> Streamed:
-        at_a_time = at_a_time or _liked_at_a_time(work)
-        return Streamed(max(1, min(at_a_time, work.size)), batched=work.device.stream_size > 0)
+        block = _liked_block(work)
+        at_a_time = at_a_time or _liked_at_a_time(work, is_divided=block is not None)
+        return Streamed(max(1, min(at_a_time, work.size)), work.device.stream_size > 0, block)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         # The factors enter the loop without their axes of length 1. XLA might have placed these axes
@@ -76,14 +102,50 @@ class Streamed(FormingStrategy):
         factors, own_weights = examples.along
         shapes = [x.shape[1:] for x in factors]
         xs = [x.reshape(len(x), *(n for n in x.shape[1:] if n != 1)) for x in factors], own_weights
+
+        axis = None if self.block is None else divided(tail)
+        if self.batched:
+            # The factors are made before the loop. XLA's compiler for TPUs would otherwise make some of
+            # them inside of the loop, in the very operation that multiplies them, and more slowly.
+            xs = lax.optimization_barrier(xs)
+
+        def gradients(factors: list[jax.Array], part: tuple[Any, int] | None = None) -> list[jax.Array]:
+            factors = [x.reshape(shape) for x, shape in zip(factors, shapes, strict=True)]
+            if axis is not None and part is not None:
+                whole = factors[axis.factor]
+                factors[axis.factor] = lax.dynamic_slice_in_dim(whole, *part, axis.factor_axis)
+            return tail.gradients(factors, examples.constants)
+
+        if axis is not None and all(job.statistic.in_parts for job in jobs):
+            states, values = self._stream_blocks(axis, tail, gradients, jobs, xs, examples)
+        else:
+            own = [job for job in jobs if job.statistic.accumulates]
+            starts = [job.accumulator_and_state(tail)[1] for job in own]
+            directions = [job.direction for job in jobs]
+            states, values = self._stream(gradients, jobs, xs, examples, starts, directions)
+        of_accumulators, of_readings = iter(states), iter(values)
+        return [next(of_accumulators if j.statistic.accumulates else of_readings) for j in jobs]
+
+    def _stream(
+        self,
+        gradients: Gradients,
+        jobs: Sequence[Job],
+        xs: Any,
+        examples: Examples,
+        states: list[State],
+        directions: list[Any],
+    ) -> tuple[list[State], list[jax.Array]]:
+        """The states of all accumulators, and the values of all readings, after all examples.
+
+        `xs` are the factors and weights of the examples, from which `gradients` makes one example's
+        gradients. `directions` has the direction of every job.
+        """
         accumulators = [(j.place, j.statistic) for j in jobs if isinstance(j.statistic, Accumulator)]
         readings = [
-            (j.place, j.statistic, j.direction) for j in jobs if isinstance(j.statistic, Reading)
+            (j.place, j.statistic, direction)
+            for j, direction in zip(jobs, directions, strict=True)
+            if isinstance(j.statistic, Reading)
         ]
-
-        def gradients(factors: list[jax.Array]) -> list[jax.Array]:
-            factors = [x.reshape(shape) for x, shape in zip(factors, shapes, strict=True)]
-            return tail.gradients(factors, examples.constants)
 
         def one(states: list[State], xs: Any) -> tuple[list[State], list[Any]]:
             factors, w = xs
@@ -103,38 +165,104 @@ class Streamed(FormingStrategy):
             ]
             return [accumulator.add_all(state, gs[k], w) for (k, accumulator), state in pairs], values
 
-        own = [job for job in jobs if job.statistic.accumulates]
-        states: list[State] = [job.accumulator_and_state(tail)[1] for job in own]
         size = examples.size
-        if self.batched:
-            first, groups = in_groups(xs, size, self.at_a_time)
-            rounds, rest = divmod(size, self.at_a_time)
-            states, of_first = lax.scan(one, states, first, length=rest)
-            states, of_groups = lax.scan(group, states, groups, length=rounds)
-            values = [
-                jnp.concatenate([a, b.reshape(size - rest, *a.shape[1:])])
-                for a, b in zip(of_first, of_groups, strict=True)
-            ]
-        else:
-            states, values = lax.scan(
-                one, states, xs, length=size, unroll=max(1, min(self.at_a_time, size))
-            )
-        of_accumulators, of_readings = iter(states), iter(values)
-        return [next(of_accumulators if j.statistic.accumulates else of_readings) for j in jobs]
+        if not self.batched:
+            return lax.scan(one, states, xs, length=size, unroll=max(1, min(self.at_a_time, size)))
+        first, groups = in_groups(xs, size, self.at_a_time)
+        rounds, rest = divmod(size, self.at_a_time)
+        states, of_first = lax.scan(one, states, first, length=rest)
+        states, of_groups = lax.scan(group, states, groups, length=rounds)
+        values = [
+            jnp.concatenate([a, b.reshape(size - rest, *a.shape[1:])])
+            for a, b in zip(of_first, of_groups, strict=True)
+        ]
+        return states, values
+
+    def _stream_blocks(
+        self,
+        axis: Divided,
+        tail: Tail,
+        gradients: Gradients,
+        jobs: Sequence[Job],
+        xs: Any,
+        examples: Examples,
+    ) -> tuple[list[State], list[jax.Array]]:
+        """The same as `_stream`, one block of the gradient after the other.
+
+        The arrays of a state are shaped like the gradient. The numbers in it do not depend on the block.
+        The values of the blocks add up.
+        """
+        block = self.block
+        assert block is not None
+        whole = aval(tail.grads[0])
+        own = [job for job in jobs if job.statistic.accumulates]
+        starts = [job.accumulator_and_state(tail)[1] for job in own]
+
+        def one_block(states: list[State], first: Any, length: int) -> tuple[list[State], list[Any]]:
+            shape = (*whole.shape[: axis.axis], length, *whole.shape[axis.axis + 1 :])
+            like = jax.ShapeDtypeStruct(shape, whole.dtype)
+
+            def part(x: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(x, first, length, axis.axis)
+
+            def start_of(job: Job, start: State, state: State) -> State:
+                if job.state is None:
+                    assert isinstance(job.statistic, Accumulator)
+                    return job.statistic.init(like)
+                return jax.tree.map(lambda number, x: part(x) if x.ndim else number, start, state)
+
+            def of_block(factors: list[jax.Array]) -> list[jax.Array]:
+                return gradients(factors, (first, length))
+
+            own_starts = [start_of(*of_job) for of_job in zip(own, starts, states, strict=True)]
+            directions = [None if job.direction is None else part(job.direction) for job in jobs]
+            ends, values = self._stream(of_block, jobs, xs, examples, own_starts, directions)
+
+            def with_block(x: jax.Array, end: jax.Array) -> jax.Array:
+                return lax.dynamic_update_slice_in_dim(x, end, first, axis.axis) if x.ndim else end
+
+            return jax.tree.map(with_block, states, ends), values
+
+        blocks, rest = divmod(axis.length, block)
+        firsts = block * jnp.arange(blocks)
+        states, values = lax.scan(lambda s, first: one_block(s, first, block), starts, firsts)
+        values = [jnp.sum(x, axis=0) for x in values]
+        if rest:
+            states, of_rest = one_block(states, axis.length - rest, rest)
+            values = [a + b for a, b in zip(values, of_rest, strict=True)]
+        return states, values
 
 
-def _liked_at_a_time(work: Work) -> int:
+def _liked_at_a_time(work: Work, *, is_divided: bool) -> int:
     """How many examples should go through one round of the loop.
 
     An accelerator takes as many examples as its memory allows for one batched product. On the CPU each
     example has a product of its own, and a few examples share one pass over the states if these passes
-    take a large part of the time. They never do for a convolution, whose patches take longer.
+    take a large part of the time. They never do for a convolution, whose patches take longer, or if the
+    gradient `is_divided`, so that the states stay in the cache.
     """
     device = work.device
+    if is_divided or (work.convolves and not device.stream_size):
+        return 1
     if device.stream_size:
         return int(device.stream_size / max(work.formed, 1))
-    if work.convolves:
-        return 1
     products = (work.term_operations + work.step_operations) / device.product_rate
     passes = work.moving(work.gradient * (1 + 2 * work.accumulators), at_once=0)
     return TOGETHER if passes > WORTH_SHARING * products else 1
+
+
+def _liked_block(work: Work) -> int | None:
+    """The length of the blocks that the gradient should be divided into; None if it should stay whole.
+
+    One example alone reads and writes every state once in any case.
+    """
+    axis = divided(work.tail)
+    at_once = work.gradient * (1 + work.accumulators)
+    room = BLOCK_SHARE * work.device.cache_size
+    if axis is None or work.size == 1 or at_once <= room:
+        return None
+    longest = max(1, int(axis.length * room / at_once / LANES)) * LANES
+    # Blocks that divide the axis evenly need no shorter one at the end.
+    even = (n for n in range(longest, longest // 2, -LANES) if axis.length % n == 0)
+    block = next(even, longest)
+    return block if block < axis.length else None

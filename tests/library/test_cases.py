@@ -1,5 +1,6 @@
 """Every case meets every statistic and every strategy."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from pergrad._compat import (
 )
 from pergrad._cut import STEPS, TERMS
 from pergrad._ir import backend
+from pergrad._strategies import streamed
 from tests.support.bounds import STATISTICS
 from tests.support.cases import BATCH, Case, array
 from tests.support.every_case import CASE, CASES, LOOPED
@@ -106,6 +108,16 @@ def test_accelerators_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "backend", lambda: backend.BACKENDS["gpu:h100"])
     Runner(CASE[name], PLAIN).check("auto")
     Runner(CASE[name], WEIGHTED).check("streamed:2")
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+def test_gradients_in_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is so small that gradients are streamed in blocks of one or two columns."""
+    index = CASES.index(case)
+    device = dataclasses.replace(backend.BACKENDS[("cpu", "tpu:v5e")[index % 2]], cache_size=100)
+    monkeypatch.setattr(backend, "backend", lambda: device)
+    monkeypatch.setattr(streamed, "LANES", 1 + index // 2 % 2)
+    check_all(case, ["streamed"], STATISTICS, "float64")
 
 
 @pytest.mark.parametrize("name", HANDFUL)

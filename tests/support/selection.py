@@ -55,6 +55,7 @@ SHORTENED = {
         "test_strategies",
         "test_low_precision",
         "test_means_alone",
+        "test_gradients_in_blocks",
         "test_with_and_without_a_step",
     },
     "library/test_devices.py": {"test_every_statistic"},

@@ -102,15 +102,15 @@ class Lookup(Term):
 
     def contribution(self, parts: Sequence[jax.Array]) -> jax.Array:
         key, value = parts
-        return self.to_table(key[None, None], value[None, None, None])[0]
+        return self.to_table(key[None, None], value[None, None])
 
     def to_table(self, keys: jax.Array, values: jax.Array) -> jax.Array:
-        """S tables, each shaped like the term, in which `values` [B, N, S, row] add up at their keys."""
-        size, n, s, *row = values.shape
-        table = jnp.zeros((self.table, s, *row), values.dtype)
-        table = table.at[keys.reshape(-1)].add(values.reshape(size * n, s, *row), mode="drop")
-        table = jnp.moveaxis(table, 1, 0).reshape(s, *self.sizes(self.indexed), *row)
-        return table.transpose(0, *_shift(np.argsort([*self.indexed, *self.window])))
+        """A table, shaped like the term, in which `values` [B, N, row] add up at their keys [B, N]."""
+        size, n, *row = values.shape
+        table = jnp.zeros((self.table, *row), values.dtype)
+        table = table.at[keys.reshape(-1)].add(values.reshape(size * n, *row), mode="drop")
+        table = table.reshape(*self.sizes(self.indexed), *row)
+        return table.transpose(np.argsort([*self.indexed, *self.window]))
 
     def at(self, table: jax.Array, keys: jax.Array) -> jax.Array:
         """The rows [B, N, row] that `table`, an array shaped like the term, has at these keys [B, N]."""
@@ -299,7 +299,7 @@ class Slice(Lookup):
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
         keys, values = self.keys_and_values(env)
-        return self.to_table(keys, weigh(values, w)[:, :, None])[0]
+        return self.to_table(keys, weigh(values, w))
 
 
 def _as_wide_index(index: jax.Array) -> jax.Array:
