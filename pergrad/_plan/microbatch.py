@@ -1,15 +1,17 @@
 """How many examples go through the model at a time with `microbatch_size="auto"`: the cheapest size.
 
 A batch has B examples, and a microbatch has m of them. An example has a bytes of activations.
-Parameters and the states of all statistics have p bytes. Products in loops of the model read r bytes of
-parameters, which count as often as there are rounds. The program has n equations. Then the price is
+Parameters have p bytes, and the states of all statistics have q bytes. Products in loops of the model
+read r bytes of parameters, which count as often as there are rounds. The program has n equations. Then
+the price is
 
     m a / fresh rate                      if m a is more than the process keeps: the operating system
                                           then has to provide temporary memory and page it in
     + s(m) / (4 memory rate)              the results of equations that do not fit into the cache, s(m)
                                           bytes for the batch, go through memory; XLA fuses about three
                                           of four equations into the one that reads their result
-    + (B / m) (p / memory rate)           every microbatch reads parameters and states from memory
+    + (B / m) ((p + 2 q) / memory rate)   every microbatch reads the parameters from memory, and reads
+                                          and writes the states
     + (B / m) (3 r / cache rate)          in every round of a loop, a product reads its parameter, writes
                                           it in the order that it needs, and reads what it has written
     + (B / m) (n equations + one round)   every microbatch starts each equation, and one round of a loop
@@ -53,11 +55,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import jax
+
+from pergrad._compat import Atom, aval
 from pergrad._cut import Cut
 from pergrad._ir import Backend, Is, Loop, counts, those_that_are
 from pergrad._plan.backbone import bytes_of, equations_of, parameters_read_in_loops, results_of
 from pergrad._plan.choose import TailPlan
-from pergrad._statistics import LeafStatistic, Phase
+from pergrad._statistics import Accumulator, LeafStatistic, Phase
 
 CONVOLUTIONS = those_that_are(Is.CONVOLUTION)
 
@@ -75,10 +80,9 @@ def choose_microbatch_size(
     """
     eqns = equations_of(cut)
     a = activations(cut, 2) - activations(cut, 1)
-    numbers = [sum(s.accumulates for s in own) for own in wanted]
-    states = [n * counts.nbytes(g) for n, g in zip(numbers, cut.program.grads, strict=True)]
-    p = sum(states) + sum(counts.nbytes(v) for v in cut.program.params)
-    each = p / device.memory_rate + device.loop_round
+    states = sum(map(_bytes_of_states, wanted, cut.program.grads))
+    moved = 2 * states + sum(counts.nbytes(v) for v in cut.program.params)
+    each = moved / device.memory_rate + device.loop_round
     each += counts.equations(eqns) * device.equation
     for nbytes, times in parameters_read_in_loops(eqns, cut.varies):
         rate = device.cache_rate if nbytes <= device.cache_size else device.memory_rate
@@ -107,6 +111,13 @@ def choose_microbatch_size(
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     return min([m for m in divisors if m * a <= device.working_set] or [1], key=seconds)
+
+
+def _bytes_of_states(statistics: Sequence[LeafStatistic], grad: Atom) -> int:
+    """The bytes of the states of all accumulators among a parameter's statistics."""
+    accumulators = [s for s in statistics if isinstance(s, Accumulator)]
+    states = jax.eval_shape(lambda: [s.init(aval(grad)) for s in accumulators])
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
 
 
 def activations(cut: Cut, size: int) -> float:

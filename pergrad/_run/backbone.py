@@ -63,8 +63,8 @@ def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: 
     )
     results = run_backbone(forward, env, loops, states, directions)
     loss = cut.program.value
-    if isinstance(loss, Literal) or loss in env:
-        env[ct], _ = lax.optimization_barrier((env[ct], read(env, loss)))
+    if not isinstance(loss, Literal) and loss in env:
+        env[ct], env[loss] = lax.optimization_barrier((env[ct], env[loss]))
     return results | run_backbone(backward, env, loops, states, directions)
 
 
