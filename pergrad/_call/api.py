@@ -51,6 +51,8 @@ def value_and_stats(
         well, and need not be named.
       microbatch_size: how many examples go through the model at a time, on each device: None for all, a
         number, or `"auto"` for the size that is estimated to be fastest. Any size gives the same result.
+        None means `"auto"` if a `ClippedMean` clips the gradients of layers in a `scan`, because the
+        saved inputs and residuals of all layers of all examples would take much memory at once.
       spmd_axis_name: the axis or axes of the mesh (`jax.set_mesh`) over which the batch is sharded. Each
         device then works on its own examples, and only finished statistics travel. The numbers are the
         same as without it. Per-example results are sharded along the example axis, and results shaped

@@ -23,13 +23,13 @@ from pergrad._call.arguments import (
 )
 from pergrad._call.request import Request, takes_direction
 from pergrad._call.results import Results
-from pergrad._cut import Cut, Wanted, hoist, make_cut
+from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
 from pergrad._plan import Plan, Schedule, describe, make_schedule
 from pergrad._run import part_of_all, run, run_last
-from pergrad._statistics import Quantity
-from pergrad._trace import trace
+from pergrad._statistics import Phase, Quantity
+from pergrad._trace import Program, trace
 
 
 class Call:
@@ -190,10 +190,22 @@ class Call:
                 cut, self.paths, self.wanted, self.size, microbatch_size, request.forced
             )
 
-        cut, schedule = scheduled(request.microbatch_size)
-        if request.microbatch_size == "auto" and schedule.microbatch_size == 1:
+        microbatch_size = request.microbatch_size
+        if microbatch_size is None and self._clips_layers(program):
+            microbatch_size = "auto"
+        cut, schedule = scheduled(microbatch_size)
+        if microbatch_size == "auto" and schedule.microbatch_size == 1:
             return scheduled(1)
         return cut, schedule
+
+    def _clips_layers(self, program: Program) -> bool:
+        """Whether gradients of layers in a loop are clipped.
+
+        Clipping needs the factors of all layers after the loop. Those of all examples at once would take
+        several times the memory of `jax.grad`, which the loop keeps low.
+        """
+        clipped = [i for i, own in enumerate(self.wanted) if any(s.phase is Phase.CLIPPED for s in own)]
+        return bool(clipped) and leave_loops(program, clipped)
 
     def _check_direction(self, direction: Any) -> list[jax.Array]:
         """The direction as one array for each parameter."""

@@ -18,6 +18,7 @@ from pergrad._cut.factor_pairs import FactorPair as FactorPair
 from pergrad._cut.factor_pairs import depends_on_cotangent as depends_on_cotangent
 from pergrad._cut.factor_pairs import factor_pair as factor_pair
 from pergrad._cut.find import Wanted as Wanted
+from pergrad._cut.find import leave_loops as leave_loops
 from pergrad._cut.hoist.hoist import hoist as hoist
 from pergrad._cut.steps import STEPS as STEPS
 from pergrad._cut.steps import adds as adds

@@ -325,3 +325,8 @@ def _connected(steps: dict[int, set[int]]) -> list[tuple[tuple[int, ...], list[i
         places = [p for g in shared for p in g[0]]
         groups.append(([*places, place], own.union(*(g[1] for g in shared))))
     return [(tuple(places), sorted(own)) for places, own in groups]
+
+
+def leave_loops(program: Program, places: Collection[int]) -> bool:
+    """Whether any of the gradients at these places leaves a loop as a stack, as those of layers do."""
+    return bool(Walk.through(program, Wanted(tuple(places), split=False, together=True)).opened)
