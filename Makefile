@@ -52,7 +52,7 @@ test-tpu: $(TPU)/installed ## hold the costs on a TPU, as its compiler has them 
 	$(TPU)/bin/python -m pytest tests/library/test_guard_tpu.py tests/lab/bench/test_meter.py
 
 test-gpu: $(GPU)/installed ## the same for a GPU: memory, and a roofline in the place of time; installs 5.6 GB
-	$(GPU)/bin/python -m pytest tests/library/test_guard_gpu.py tests/lab/bench/test_gpu.py
+	JAX_PLATFORMS=cpu $(GPU)/bin/python -m pytest tests/library/test_guard_gpu.py tests/lab/bench/test_gpu.py
 
 test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone, few of the cases, with the oldest JAX
 	PERGRAD_TESTS=few $(OLDEST)/bin/python $(PYTEST) $(ENGINE)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import pergrad as pg
+from pergrad._ir import backend
 from pergrad.lab import cli
 from pergrad.lab.bench import cases, compilers, tables, target, tasks
 from pergrad.lab.bench.compiled import hlo, meter
@@ -216,6 +217,15 @@ def test_an_unknown_call_counts_by_its_bytes_and_is_told():
     assert found.seconds == cost(entry(X, f"ROOT %it = {LARGE} copy(%x)")).seconds
 
 
+def test_the_rates_are_those_of_the_description():
+    with pg.plan_for("gpu:h100"):
+        rates = backend.backend()
+    assert rates.product_rate == rates.batched_rate == rates.convolution_rate == H100.peak
+    assert rates.memory_rate == pytest.approx(H100.bandwidth, rel=1e-3)
+    assert rates.memory == H100.memory and rates.cache_size == H100.description["l2_cache_size"]
+    assert rates.loop_round == pytest.approx(6 * H100.launch)
+
+
 def test_the_description():
     text = H100.topology()["target_config"]
     assert "core_count: 132 " in text and "cuda_compute_capability { major: 9 minor: 0 }" in text
@@ -256,9 +266,11 @@ def test_a_scan_takes_as_long_as_its_rounds():
     def chain(x: jax.Array, weights: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
-    few, many = (judged(chain, array(2048, 2048), array(n, 2048, 2048)) for n in (4, 32))
-    assert many.operations == 8 * few.operations
-    assert many.seconds == pytest.approx(8 * few.seconds, rel=0.05)
+    first, second, third = (judged(chain, array(2048, 2048), array(n, 2048, 2048)) for n in (4, 32, 60))
+    assert second.operations == 8 * first.operations
+    assert third.seconds - second.seconds == pytest.approx(second.seconds - first.seconds)
+    product = judged(jnp.dot, array(2048, 2048), array(2048, 2048))
+    assert third.seconds == pytest.approx(60 * product.seconds, rel=0.7)
 
 
 @needs_compiler
