@@ -5,8 +5,8 @@ sets aside, and the time is the roofline of `pergrad bench --target gpu:h100`. A
 percent above what was found when it was written. Who makes something cheaper lowers it. The models are
 those of `test_guard_tpu`, small enough to compile in seconds.
 
-The compiler is in extra packages (`pip install "pergrad[gpu-aot]"`, 5.6 GB); without them these tests are
-skipped. `make test-gpu` installs them and runs the tests, which CI does not.
+The compiler is in extra packages (`pip install "pergrad[gpu-aot]"`, 5.6 GB); without them these tests
+are skipped. `make test-gpu` installs them and runs the tests, which CI does not.
 """
 
 import functools

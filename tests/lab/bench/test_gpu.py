@@ -270,7 +270,7 @@ def test_a_scan_takes_as_long_as_its_rounds():
     assert second.operations == 8 * first.operations
     assert third.seconds - second.seconds == pytest.approx(second.seconds - first.seconds)
     product = judged(jnp.dot, array(2048, 2048), array(2048, 2048))
-    assert third.seconds == pytest.approx(60 * product.seconds, rel=0.7)
+    assert 60 * product.seconds < third.seconds < 120 * product.seconds  # slices and copies are kernels
 
 
 @needs_compiler
