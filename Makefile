@@ -10,6 +10,7 @@ OLDEST := .venv-oldest
 NEWEST := .venv-newest
 TORCH := .venv-torch
 TPU := .venv-tpu
+GPU := .venv-gpu
 OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
 # What depends on the version of JAX: all but the lab, the examples and the checks of the project's files.
 ENGINE := $(filter-out tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py, \
@@ -20,8 +21,8 @@ PROGRAMS ?= 1000
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-tpu test-engine-oldest \
-	test-engine-newest mutants fuzz lint bench bench-torch clean
+.PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-tpu test-gpu \
+	test-engine-oldest test-engine-newest mutants fuzz lint bench bench-torch clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +51,9 @@ test-newest: $(NEWEST)/installed ## run the tests with the newest JAX, on Python
 test-tpu: $(TPU)/installed ## hold the costs on a TPU, as its compiler has them on any machine, to their limits
 	$(TPU)/bin/python -m pytest tests/library/test_guard_tpu.py tests/lab/bench/test_meter.py
 
+test-gpu: $(GPU)/installed ## the same for a GPU: memory, and a roofline in the place of time; installs 5.6 GB
+	JAX_PLATFORMS=cpu $(GPU)/bin/python -m pytest tests/library/test_guard_gpu.py tests/lab/bench/test_gpu.py
+
 test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone, few of the cases, with the oldest JAX
 	PERGRAD_TESTS=few $(OLDEST)/bin/python $(PYTEST) $(ENGINE)
 
@@ -74,7 +78,7 @@ bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and to
 	$(TORCH)/bin/python -m pergrad.lab.bench.torch_side_by_side
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) $(TPU) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) $(TPU) $(GPU) .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp files below are written last: an interrupted installation is done again.
@@ -95,6 +99,11 @@ $(TORCH)/installed: pyproject.toml
 $(TPU)/installed: pyproject.toml
 	$(PYTHON) -m venv $(TPU)
 	$(TPU)/bin/python -m pip install --quiet --editable '.[dev,tpu-aot]'
+	touch $@
+
+$(GPU)/installed: pyproject.toml
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --editable '.[dev,gpu-aot]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml

@@ -293,7 +293,7 @@ def bench(
         budget: seconds after which a candidate sits out the remaining rounds.
         peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
         rates: measure the rates that the plan prices strategies with, in place of statistics.
-        target: compile for this chip and judge the programs by what the compiler says; nothing runs.
+        target: compile for this chip and judge the compiled programs; nothing runs.
         out: where `results.json` and the figures go, or `rates.json`, or a target's `tpu-v5e.json`.
     """
     if rates:
@@ -349,10 +349,10 @@ def _bench_rates(rounds: int, budget: float, out: Path) -> None:
 def _bench_target(
     target: TargetName, names: Sequence[str], wanted: Sequence[TaskName], out: Path
 ) -> None:
-    from pergrad.lab.bench import run, tables
+    from pergrad.lab.bench import compilers, run, tables
     from pergrad.lab.bench import target as targets
 
-    targets.use(target)
+    compilers.use(target)
     console = Console()
     path = out / f"{target.replace(':', '-')}.json"
     every = run.run(
@@ -362,7 +362,7 @@ def _bench_target(
         path,
     )
     for item, rows in run.comparisons(every).items():
-        tables.show(console, targets.title(item, target), rows, tables.TARGET)
+        tables.show(console, targets.title(item, target), rows, targets.columns(target))
     console.print(Text(str(path), "bold"), soft_wrap=True)
 
 

@@ -55,7 +55,7 @@ LargeName = Literal[  # models that are only compiled, for a target
     "billion",
 ]
 PartName = Literal["models", "growth", "compile"]
-TargetName = Literal["tpu:v5e", "tpu:v5p", "tpu:v6e"]  # chips that `pergrad bench` can compile for
+TargetName = Literal["tpu:v5e", "tpu:v5p", "tpu:v6e", "gpu:h100"]  # what `bench` can compile for
 
 
 @dataclasses.dataclass(frozen=True)

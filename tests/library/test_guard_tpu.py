@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pytest
 
 import pergrad as pg
-from pergrad.lab.bench import target
+from pergrad.lab.bench import compilers, target
 from pergrad.lab.bench.models import LSTM, MLP, Transformer
 from tests.support import pages
 
@@ -75,7 +75,7 @@ def plain(model: Any) -> target.Judged:
 def test_cost(name: str) -> None:
     limit = LIMITS[name]
     with pages.jax_as_for_users():
-        target.use("tpu:v5e")
+        compilers.use("tpu:v5e")
         stats_fn = pg.value_and_stats(
             limit.model.loss, limit.stats, microbatch_size=limit.microbatch_size
         )

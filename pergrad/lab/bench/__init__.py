@@ -10,6 +10,7 @@ tables     the numbers as tables
 drawings   the numbers as figures
 rates      the rates that the plan prices strategies with, on this machine
 target     candidates compiled for a chip that need not be there
+compilers  XLA's compilers for chips, which work without the chip
 compiled   the time, memory and traffic of a compiled program on a chip
 operations the operations of a traced program
 

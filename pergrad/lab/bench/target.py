@@ -1,53 +1,30 @@
 """What candidates cost on a chip that need not be there: they are compiled for it, and not run.
 
-XLA's compiler for TPUs works on any machine that has the package libtpu. Parameters and batch are
-abstract, shapes and types alone, so that models of any size can be judged. The time is that of
-`compiled.meter`; memory is what the compiler sets aside; traffic is what the program reads and writes in
-the chip's memory; and operations are those of the traced program.
+The compilers are in `compilers`. Parameters and batch are abstract, shapes and types alone, so that
+models of any size can be judged. The time is that of `compiled.meter`; memory is what the compiler sets
+aside; traffic is what the program reads and writes in the chip's memory; and operations are those of the
+traced program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
-import importlib.util
 import math
-import os
-import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-import jax
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
 import pergrad as pg
-from pergrad.lab.bench import cases, price, tasks
+from pergrad.lab.bench import cases, compilers, price, tables, tasks
 from pergrad.lab.bench.compiled import hlo, meter
-from pergrad.lab.bench.compiled.chips import CHIPS, Chip
+from pergrad.lab.bench.compiled.chips import CHIPS
 from pergrad.lab.bench.operations import operations
 from pergrad.lab.bench.run import Item, Row
 from pergrad.lab.bench.tasks import AUTO, FLOOR, FLOORS, PERGRAD, SIZED, Task
 from pergrad.lab.config import TargetName, TaskName
-from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
 from pergrad.lab.timing import Say, to_stderr
 
 PART = "target"  # of the rows
-# How the compiler says that a program needs more than the chip's memory, and how much.
-FULL = re.compile(r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)")
-# libtpu looks for the chips of this machine and for other machines unless it is told not to.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +38,8 @@ class Judged:
     """Parameters, batch, results and intermediate results together."""
     hbm_bytes: float
     operations: float
-    estimated_seconds: float
-    """The time if all of the compiler's estimates are taken as they are."""
+    estimated_seconds: float | None
+    """The time if all of the compiler's estimates are taken as they are; None if it makes none."""
     by_kind: Mapping[str, float]
     """The seconds of each kind of instruction."""
     unknown: tuple[str, ...]
@@ -71,58 +48,22 @@ class Judged:
     compile_seconds: float
 
 
-def use(target: TargetName) -> None:
-    """Prepares this process; raises a `LabError` if the compiler is not installed.
-
-    JAX is kept on the CPU, which has nothing to do but trace: otherwise it would look for a TPU.
-    """
-    if importlib.util.find_spec("libtpu") is None:
-        raise LabError(f"--target {target} needs the compiler for TPUs: pip install 'pergrad[tpu-aot]'.")
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")
-
-
-def chip_of(target: TargetName) -> Chip:
-    return CHIPS[target.removeprefix("tpu:")]
-
-
-@functools.cache
-def _device(topology: str) -> NamedSharding:
-    """One chip of a topology, as the place of a program's arguments."""
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return NamedSharding(Mesh(np.array(described.devices[:1]), ("chip",)), PartitionSpec())
-
-
 def judge(candidate: Callable[..., Any], args: tuple[Any, ...], target: TargetName) -> Judged:
     """Compiles a function of abstract arguments for a target, for which pergrad plans in it."""
-    chip = chip_of(target)
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_device(chip.topology)), args
-    )
-    jax.clear_caches()
-    start = time.perf_counter()
-    with pg.plan_for(target):
-        traced = jax.jit(candidate).trace(*args)
-        lowered = traced.lower()
-    middle = time.perf_counter()
-    compiled = lowered.compile()
-    end = time.perf_counter()
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    cost = meter.cost(hlo.parse(compiled.as_text() or ""), chip)
-    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    chip = CHIPS[target]
+    built = compilers.build(candidate, args, target)
+    cost = meter.cost(hlo.parse(built.text), chip)
     return Judged(
         seconds=cost.seconds,
-        temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=whole + memory.temp_size_in_bytes,
+        temp_bytes=built.temp_bytes,
+        peak_bytes=built.peak_bytes,
         hbm_bytes=cost.hbm_bytes,
-        operations=operations(traced.jaxpr.jaxpr),
-        estimated_seconds=cost.estimated_seconds,
+        operations=operations(built.jaxpr),
+        estimated_seconds=cost.estimated_seconds if chip.has_estimates else None,
         by_kind=cost.by_kind,
         unknown=cost.unknown,
-        lower_seconds=middle - start,
-        compile_seconds=end - middle,
+        lower_seconds=built.lower_seconds,
+        compile_seconds=built.compile_seconds,
     )
 
 
@@ -145,10 +86,15 @@ def title(item: Item, target: TargetName) -> str:
     return f"{model}: {statistics[item.task]} (compiled for {target}, not run on it)"
 
 
+def columns(target: TargetName) -> tables.Columns:
+    """What the table of a comparison shows, and what the time in it is."""
+    return dataclasses.replace(tables.TARGET, said=f"{tables.TARGET.said}; {CHIPS[target].about_time}")
+
+
 def about(target: TargetName) -> dict[str, Any]:
     """Versions, the chip and its numbers. Only results for which these are equal are comparable."""
-    versions = records.versions() | {"libtpu": importlib.metadata.version("libtpu")}
-    return {"versions": versions, "target": target, "chip": dataclasses.asdict(chip_of(target))}
+    versions = records.versions() | compilers.compiler_of(target).version
+    return {"versions": versions, "target": target, "chip": dataclasses.asdict(CHIPS[target])}
 
 
 def measure(item: Item, target: TargetName, say: Say = to_stderr) -> list[Row]:
@@ -189,10 +135,9 @@ def _said(row: Row) -> str:
 def _tried(name: str, candidate: tasks.Candidate, args: tuple[Any, ...], target: TargetName) -> Row:
     try:
         return {"candidate": name, **dataclasses.asdict(judge(candidate, args, target))}
+    except compilers.OutOfMemory as error:
+        return {"candidate": name, "out_of_memory": str(error)}
     except Exception as error:
-        if full := FULL.search(str(error)):
-            needed, there = filter(None, full.groups())
-            return {"candidate": name, "out_of_memory": f"{needed} of {there}"}
         if name in (FLOOR, PERGRAD):
             raise
         # The fault is that of another package, and the other candidates go on.

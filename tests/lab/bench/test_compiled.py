@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pergrad.lab.bench.compiled import hlo, meter
-from pergrad.lab.bench.compiled.chips import CHIPS
+from pergrad.lab.bench.compiled import hlo, meter, tpu
+from pergrad.lab.bench.compiled.chips import TPUS
 from pergrad.lab.bench.compiled.loops import Call, rounds
 from pergrad.lab.bench.compiled.traffic import traffic
 from pergrad.lab.bench.operations import operations
 
-V5E = CHIPS["v5e"]
+V5E = TPUS["tpu:v5e"]
 MEMORY_RATE = V5E.share * V5E.bandwidth
 LARGE = "f32[1024,4096]{1,0:T(8,128)}"  # of 16 MiB
 LARGE_BYTES = 4 * 1024 * 4096
@@ -44,11 +44,20 @@ def test_an_instruction():
     main = found.computations["main"]
     assert main.parameters[0].name == "a.1" and main.root.name == "pair"
     assert main.root.opcode == "fusion" and main.root.operands == ("a.1", "a.1")
-    assert main.root.arrays == (hlo.Array(1024, 2048, 1), hlo.Array(1, 1, 0), hlo.Array(4, 4, 0))
+    assert main.root.arrays == (
+        hlo.Array("bf16", (8, 128), 1),
+        hlo.Array("pred", (), 0),
+        hlo.Array("f8e4m3fn", (4,), 0),
+    )
+    assert [(array.elements, array.bytes) for array in main.root.arrays] == [
+        (1024, 2048),
+        (1, 1),
+        (4, 4),
+    ]
     assert main.root.bytes == 2053 and main.root.hbm_bytes == 5
     assert main.root.attribute("kind") == "kLoop"
-    assert main.root.quoted_number(meter.ESTIMATE) == 123
-    assert main.parameters[0].quoted_number(meter.ESTIMATE) is None
+    assert main.root.quoted_number(tpu.ESTIMATE) == 123
+    assert main.parameters[0].quoted_number(tpu.ESTIMATE) is None
     assert found.fused(main.root) is found.computations["fused.2"]
     assert found.fused(main.parameters[0]) is None
     assert main.users["a.1"] == (main.root,)
@@ -240,6 +249,36 @@ def test_updates_happen_in_place():
     assert moved(both, call, X, I, row) == 3 * ROW_BYTES + 4
 
 
+def test_scatters_happen_in_place():
+    lines = X, I, f"%rows = {ROW} parameter(2)"
+    plain = f"ROOT %it = {LARGE} scatter(%x, %i, %rows), to_apply=%sum"
+    assert moved("", plain, *lines) == 3 * ROW_BYTES + 4
+    fused = computation(
+        "%fused",
+        f"%p = {LARGE} parameter(0)",
+        "%k = s32[] parameter(1)",
+        f"%q = {ROW} parameter(2)",
+        f"ROOT %added = {LARGE} scatter(%p, %k, %q), to_apply=%sum",
+    )
+    call = f"ROOT %it = {LARGE} fusion(%x, %i, %rows), kind=kInput, calls=%fused"
+    assert moved(fused, call, *lines) == 3 * ROW_BYTES + 4
+    # A fusion that makes the array that it scatters into writes all of it.
+    made = fused.replace(f"%p = {LARGE} parameter(0)", f"%p = {LARGE} broadcast(%zero)").replace(
+        "%k = s32[] parameter(1)", "%zero = f32[] parameter(0)\n  %k = s32[] parameter(1)"
+    )
+    call = f"ROOT %it = {LARGE} fusion(%x, %i, %rows), kind=kInput, calls=%fused"
+    zero = "%x = f32[] constant(0)"
+    assert moved(made, call, zero, *lines[1:]) == LARGE_BYTES + ROW_BYTES + 8
+
+
+def test_a_fusion_of_one_instruction_with_several_results():
+    fused = computation(
+        "%fused", f"%p = {ROW} parameter(0)", f"ROOT %pair = ({ROW}, {ROW}) sort(%p, %p), to_apply=%less"
+    )
+    call = f"ROOT %it = ({ROW}, {ROW}) fusion(%x), kind=kLoop, calls=%fused"
+    assert moved(fused, call, f"%x = {ROW} parameter(0)") == 3 * ROW_BYTES
+
+
 def test_copies_between_memories_count_at_the_ends_in_hbm():
     on_chip = ROW.replace("T(8,128)", "T(8,128)S(1)")
     copy = f"ROOT %it = ({on_chip}, {ROW}, u32[]{{:S(2)}}) copy-start(%x)"
@@ -301,15 +340,15 @@ def test_arithmetic_on_the_chip_takes_time():
     on_chip = LARGE.replace("T(8,128)", "T(8,128)S(1)")
     lines = f"%x = {on_chip} parameter(0)", f"ROOT %it = {on_chip} negate(%x)"
     cost = meter.cost(program(computation("ENTRY %main", *lines)), V5E)
-    assert cost.seconds == pytest.approx(1024 * 4096 / meter.NUMBERS_A_CYCLE / V5E.clock)
+    assert cost.seconds == pytest.approx(1024 * 4096 / tpu.NUMBERS_A_CYCLE / V5E.clock)
 
 
 def test_clocks_follow_from_the_peaks():
     """To the 1.5 GHz of a v5e and the 1.75 GHz of the others."""
-    assert {name: round(chip.clock / 1e9, 2) for name, chip in CHIPS.items()} == {
-        "v5e": 1.5,
-        "v5p": 1.75,
-        "v6e": 1.75,
+    assert {name: round(chip.clock / 1e9, 2) for name, chip in TPUS.items()} == {
+        "tpu:v5e": 1.5,
+        "tpu:v5p": 1.75,
+        "tpu:v6e": 1.75,
     }
 
 

@@ -1,4 +1,4 @@
-"""The meter beside what a chip's numbers say, and the benchmark of a target.
+"""The meter beside what the numbers of TPUs say, and the benchmark of a target.
 
 Where a test needs the compiler for TPUs (`pip install 'pergrad[tpu-aot]'`), it is skipped without it.
 """
@@ -17,7 +17,8 @@ from rich.console import Console
 
 import pergrad as pg
 from pergrad.lab import cli, timing
-from pergrad.lab.bench import cases, run, tables, target, tasks
+from pergrad.lab.bench import cases, compilers, run, tables, target, tasks
+from pergrad.lab.bench.compiled.chips import CHIPS, TPUS
 from pergrad.lab.bench.models import MLP
 from pergrad.lab.bench.operations import called
 from pergrad.lab.bench.tasks import ACCUMULATED, AUTO, FLOOR, MICRO_GRAD, PERGRAD, VMAP
@@ -29,7 +30,7 @@ from tests.support import pages
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the compiler for TPUs is not installed"
 )
-TARGETS: tuple[TargetName, ...] = get_args(TargetName)
+TARGETS: tuple[Any, ...] = tuple(TPUS)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def judged(f: Any, *args: Any, on: TargetName = "tpu:v5e") -> target.Judged:
-    target.use(on)
+    compilers.use(on)
     return target.judge(f, args, on)
 
 
@@ -57,7 +58,7 @@ def test_a_large_product_takes_the_peak(on):
     n = 4096
     found = judged(jnp.dot, array(n, n), array(n, n), on=on)
     assert found.operations == 2 * n**3
-    assert 0.85 < found.operations / found.seconds / target.chip_of(on).peak < 1
+    assert 0.85 < found.operations / found.seconds / TPUS[on].peak < 1
     assert found.hbm_bytes >= 3 * 2 * n**2
     assert not found.unknown
 
@@ -67,7 +68,7 @@ def test_a_large_product_takes_the_peak(on):
 def test_an_elementwise_pass_takes_its_bytes(on):
     """The share of the bandwidth that large passes get is what the compiler itself estimates."""
     found = judged(lambda x: 2 * x + 1, array(8192, 8192, dtype=jnp.float32), on=on)
-    chip = target.chip_of(on)
+    chip = TPUS[on]
     assert found.hbm_bytes == 2 * 4 * 8192**2
     assert found.seconds == pytest.approx(found.hbm_bytes / (chip.share * chip.bandwidth))
     assert found.estimated_seconds == pytest.approx(found.seconds, rel=0.05)
@@ -117,11 +118,19 @@ def test_pergrad_plans_for_the_target(on):
     assert seen == [on]
 
 
-def test_without_the_compiler(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "on, what, extra", [("tpu:v5e", "TPUs", "tpu-aot"), ("gpu:h100", "GPUs", "gpu-aot")]
+)
+def test_without_the_compiler(on, what, extra, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["bench", "--target=tpu:v5e"]) == 1
+    assert cli.main(["bench", f"--target={on}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "error: --target tpu:v5e needs the compiler for TPUs: pip install 'pergrad[tpu-aot]'."
+    assert line == f"error: --target {on} needs the compiler for {what}: pip install 'pergrad[{extra}]'."
+
+
+def test_all_targets_have_a_chip_and_a_compiler():
+    assert CHIPS.keys() == set(get_args(TargetName))
+    assert all(compilers.compiler_of(on) for on in get_args(TargetName))
 
 
 def test_large_models_are_not_run(capsys):
@@ -193,22 +202,15 @@ def test_the_table_of_a_target():
     rows = [FULL, a_row(f"{ACCUMULATED}, microbatch 2", 1.0), a_row(PERGRAD, 3.0, unknown=("sort.12",))]
     rows.append({"candidate": AUTO, "left_out": "all at once"})
     file = io.StringIO()
-    tables.show(Console(file=file), "title", target.with_ratios(rows), tables.TARGET)
+    tables.show(Console(file=file), "title", target.with_ratios(rows), target.columns("gpu:h100"))
     shown = " ".join(file.getvalue().split())
     assert f"{FLOOR} out of memory 21.10G of 15.75G" in shown
     assert f"{PERGRAD} 3e+03 3.00 1.0 2 3" in shown
     assert f"without an estimate in {PERGRAD}: sort" in shown
     assert f"without {AUTO}: all at once" in shown
-
-
-def fails(message: str) -> Any:
-    def make(loss: Any, task: Any, size: str) -> Any:
-        def candidate(params: Any, batch: Any) -> Any:
-            raise RuntimeError(message)
-
-        return candidate
-
-    return make
+    assert (
+        "time: a roofline over the compiled kernels" in shown and "no estimate of the compiler" in shown
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,11 @@ def fails(message: str) -> Any:
     ],
 )
 def test_out_of_memory(message, monkeypatch):
-    monkeypatch.setattr(target, "judge", lambda *args: fails(message)(None, None, "")(None, None))
+    @compilers.full_explained()
+    def judge(*args: Any) -> Any:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(target, "judge", judge)
     rows = target.measure(run.Item("target", "mlp", "moments"), "tpu:v5e", timing.silent)
     assert {row["out_of_memory"] for row in tables.measured(rows)} == {"21.10G of 15.75G"}
 

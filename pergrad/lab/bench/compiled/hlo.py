@@ -37,11 +37,20 @@ TYPE_BITS = re.compile(r"\d+")  # of `bf16`, `s32`, `f8e4m3fn`: the first number
 
 @dataclass(frozen=True)
 class Array:
-    """An array of a shape: its numbers, their bytes without the layout's padding, and its memory."""
+    """An array of a shape: the type of its elements, its sizes, and its memory."""
 
-    elements: int
-    bytes: float
+    kind: str
+    sizes: tuple[int, ...]
     space: int
+
+    @functools.cached_property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @functools.cached_property
+    def bytes(self) -> float:
+        """Without the layout's padding."""
+        return self.elements * _bits(self.kind) / 8
 
     @property
     def hbm_bytes(self) -> float:
@@ -92,6 +101,11 @@ class Instruction:
         if found is None:
             raise ValueError(f"{self.name} has no attribute {key}")
         return found[1]
+
+    def places(self, key: str) -> tuple[int, ...]:
+        """The numbers of an attribute such as `lhs_contracting_dims={1,2}`; none if it is not there."""
+        found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(place) for place in found[1].split(",") if place) if found else ()
 
     def quoted_number(self, before: str) -> int | None:
         """The number in quotes right behind the text `before` in the attributes, if that is there."""
@@ -193,9 +207,9 @@ def _end(text: str, sign: str) -> int:
 
 def _arrays(shape: str) -> Iterator[Array]:
     for kind, sizes, layout in ARRAY.findall(shape):
-        elements = math.prod(int(size) for size in sizes.split(",") if size)
         space = SPACE.search(layout)
-        yield Array(elements, elements * _bits(kind) / 8, int(space[1]) if space else HBM)
+        numbers = tuple(int(size) for size in sizes.split(",") if size)
+        yield Array(kind, numbers, int(space[1]) if space else HBM)
 
 
 def _bits(kind: str) -> int:

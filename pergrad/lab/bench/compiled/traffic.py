@@ -4,7 +4,7 @@ An instruction reads each of its operands once and writes its result once, with 
 
 - Of an operand from which it takes slices alone, it reads these slices.
 - A result that is an operand with a slice replaced is updated in place: the slice is written, and
-  nothing is read of what stays.
+  nothing is read of what stays. A scatter reads and writes as many bytes of its operand as it is given.
 - What lies on the chip (VMEM) is neither read from HBM nor written to it.
 """
 
@@ -16,6 +16,7 @@ from pergrad.lab.bench.compiled.hlo import Computation, Instruction, Program
 
 SLICES = {"slice", "dynamic-slice", "gather"}
 UPDATE = "dynamic-update-slice"  # its operands: the array, the new slice, the place
+SCATTER = "scatter"  # its operands: the array, the places, the new slices
 RENAMED = {"bitcast", "reshape"}  # inside of a fusion these move nothing
 MOVES = {"copy-start", "slice-start"}  # copies between memories beside other work
 
@@ -27,7 +28,7 @@ def traffic(program: Program, computation: Computation, instruction: Instruction
     reads: dict[str, float] = {}
     for k, name in enumerate(instruction.operands):  # the same one may be there several times
         operand = computation.instructions[name]
-        taken = reads.get(name, 0.0) + _read(program, instruction, k, operand)
+        taken = reads.get(name, 0.0) + _read(program, computation, instruction, k)
         reads[name] = min(operand.hbm_bytes, taken)
     return sum(reads.values()) + _written(program, computation, instruction)
 
@@ -39,8 +40,9 @@ def _moved(instruction: Instruction) -> float:
     return moved * sum(array.hbm_bytes > 0 for array in (source, target))
 
 
-def _read(program: Program, instruction: Instruction, k: int, operand: Instruction) -> float:
-    """The bytes of its operand number `k` that an instruction reads in HBM."""
+def _read(program: Program, computation: Computation, instruction: Instruction, k: int) -> float:
+    """The bytes of its operand number `k` that an instruction of `computation` reads in HBM."""
+    operand = computation.instructions[instruction.operands[k]]
     fused = program.fused(instruction)
     if fused is not None:
         return min(operand.hbm_bytes, _taken(program, fused, fused.parameters[k]))
@@ -48,6 +50,8 @@ def _read(program: Program, instruction: Instruction, k: int, operand: Instructi
         return min(operand.hbm_bytes, instruction.bytes)
     if instruction.opcode == UPDATE and k == 0:
         return 0.0
+    if instruction.opcode == SCATTER and k == 0:
+        return min(operand.hbm_bytes, _scattered(computation, instruction))
     return operand.hbm_bytes
 
 
@@ -64,6 +68,8 @@ def _taken_by(program: Program, fused: Computation, user: Instruction, array: In
         return user.bytes
     if user.opcode == UPDATE and places == [0]:
         return 0.0
+    if user.opcode == SCATTER and places == [0]:
+        return _scattered(fused, user)
     if user.opcode in RENAMED:
         return _taken(program, fused, user)
     inner = program.fused(user)
@@ -76,7 +82,7 @@ def _written(program: Program, computation: Computation, instruction: Instructio
     fused = program.fused(instruction)
     if fused is None:
         return _stored(computation, instruction, instruction.hbm_bytes)
-    results = [fused.root]
+    results = [fused.root] * len(instruction.arrays)  # a reduction may have several
     if fused.root.opcode == "tuple":
         results = [fused.instructions[name] for name in fused.root.operands]
     sizes = [array.hbm_bytes for array in instruction.arrays]
@@ -93,11 +99,21 @@ def _stored_by_fusion(program: Program, fused: Computation, result: Instruction,
     inner = program.fused(result)
     if inner is not None and inner.root.opcode != "tuple":
         return _stored_by_fusion(program, inner, inner.root, size)
+    if result.opcode == SCATTER and fused.instructions[result.operands[0]].opcode == "broadcast":
+        return size  # the fusion makes the array that it scatters into
     return _stored(fused, result, size)
 
 
 def _stored(computation: Computation, result: Instruction, size: float) -> float:
-    """Of an array that is updated in place, the bytes of the slice; else all."""
+    """Of an array that is updated in place, the bytes of the slices; else all."""
     if result.opcode == UPDATE:
         return min(size, computation.instructions[result.operands[1]].bytes)
+    if result.opcode == SCATTER:
+        return min(size, _scattered(computation, result))
     return size
+
+
+def _scattered(computation: Computation, scatter: Instruction) -> float:
+    """The bytes that a scatter is given; infinity if it updates several arrays at once."""
+    _, *rest = scatter.operands
+    return computation.instructions[rest[-1]].bytes if len(rest) == 2 else math.inf
