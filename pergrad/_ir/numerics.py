@@ -34,12 +34,13 @@ def widen(x: Any) -> Any:
 def weigh(x: jax.Array, w: Weights) -> jax.Array:
     """`w * x`, but 0 where `w` is 0, even if `x` is not finite there.
 
-    The axes of `w` are the leading axes of `x`.
+    The axes of `w` are the leading axes of `x`. The zeros are those of `w` itself: an array of constant
+    zeros might be shared with another one, which XLA for GPUs would then keep in memory all the while.
     """
     if not isinstance(w, jax.Array):
         return x if w == 1 else lax.mul(x, np.asarray(w, x.dtype))
     w = w.reshape(w.shape + (1,) * (x.ndim - w.ndim)).astype(x.dtype)
-    return jnp.where(w != 0, w * x, jnp.zeros((), x.dtype))
+    return jnp.where(w != 0, w * x, lax.stop_gradient(w))
 
 
 def weigh_factors(x: jax.Array, d: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -104,9 +104,10 @@ class Streamed(FormingStrategy):
         xs = [x.reshape(len(x), *(n for n in x.shape[1:] if n != 1)) for x in factors], own_weights
 
         axis = None if self.block is None else divided(tail)
-        if self.batched:
-            # The factors are made before the loop. XLA's compiler for TPUs would otherwise make some of
-            # them inside of the loop, in the very operation that multiplies them, and more slowly.
+        if self.batched and tail.levels:
+            # XLA's compiler for TPUs would make some of the factors in the operation that multiplies
+            # them, which slows it down. Inside the loop over layers they are made before. Outside of one
+            # that would take memory, since the factors of all layers could be there at once.
             xs = lax.optimization_barrier(xs)
 
         def gradients(factors: list[jax.Array], part: tuple[Any, int] | None = None) -> list[jax.Array]:
