@@ -83,9 +83,11 @@ def _bind(eqn: JaxprEqn, ins: Sequence[Any], **params: Any) -> Any:
 
 
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
-    if any(_shape(v) not in ((), _shape(eqn.outvars[0])) for v in eqn.invars):
-        return None
-    return _bind(eqn, ins)
+    """An elementwise equation. An operand keeps an axis of length 1 where the result is longer."""
+    kept = _kept(_shape(eqn.outvars[0]))
+    shapes = [[shape[axis] for axis in kept] if shape else [] for shape in map(_shape, eqn.invars)]
+    operands = [lax.reshape(x, shape) for x, shape in zip(ins, shapes, strict=True)]
+    return _bind(eqn, operands)
 
 
 def _reduction(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:

@@ -33,6 +33,8 @@ def windows_of(a):
 # By name: a function, its arguments, and whether all its equations can do without axes of length 1.
 PROGRAMS = {
     "elementwise": (lambda a, b: jnp.exp(a) * b + 2.0, (x(1, 3, 1), x(1, 3, 1)), True),
+    "elementwise with a bias": (lambda a, b: jnp.exp(a) + b, (x(1, 3, 4), x(1, 1, 4)), False),
+    "elementwise with means": (lambda a: a - a.mean(axis=(0, 2), keepdims=True), (x(1, 3, 4),), False),
     "scalars": (lambda a: jnp.where(a > 0, a, -a), (x(1, 1),), True),
     "reductions": (lambda a: a.sum(axis=(0, 2)) + a.max(axis=(0, 2)), (x(1, 3, 2),), True),
     "sum over one": (lambda a: a.sum(axis=0), (x(1, 3),), True),
@@ -105,3 +107,13 @@ def test_same_numbers(name):
     numbers = [v for v in inside if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     if can_do_without:
         assert not any(1 in v.aval.shape for v in numbers)
+
+
+@pytest.mark.parametrize("name", ["elementwise with a bias", "elementwise with means"])
+def test_only_an_operand_that_is_repeated_keeps_an_axis(name):
+    fun, args, _ = PROGRAMS[name]
+    eqns = inlined(fun, *args).jaxpr.eqns
+    (eqn,) = [e for e in eqns if e.primitive.name in ("add", "sub")]
+    shapes = {v.aval.shape for v in eqn.invars}
+    assert eqn.outvars[0].aval.shape == (3, 4)
+    assert shapes == {(3, 4), (1, 4)} or shapes == {(3, 4), (3, 1)}
