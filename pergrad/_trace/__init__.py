@@ -1,7 +1,8 @@
 """Stage 1: a loss becomes the gradient program of one example.
 
 In reading order: `trace` (the program, with its calls inlined), `unit_axes` (axes of length 1 leave it),
-`ragged` (a ragged product becomes one that can be mapped over examples).
+`lookups` (lookups come before differences), `ragged` (a ragged product becomes one that can be mapped
+over examples).
 """
 
 from pergrad._trace.trace import Program as Program

@@ -35,6 +35,7 @@ from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._errors import ArgumentError
 from pergrad._ir import Env, Loop, distinct, programs, read, starting_env, take_branch
+from pergrad._trace.lookups import with_early_lookups
 from pergrad._trace.ragged import with_batching
 from pergrad._trace.unit_axes import as_known, evaluate_squeezed
 
@@ -119,7 +120,9 @@ def trace(
     args = params, example, jax.ShapeDtypeStruct((), jnp.result_type(float))
     nested, (_, aux_shape, _) = jax.make_jaxpr(value_aux_grads, return_shape=True)(*args)
     pure = _without_references(nested)
-    flat = jax.make_jaxpr(lambda *args: _inline(pure, args, CALLS))(*jax.tree.leaves(args))
+    leaves = jax.tree.leaves(args)
+    flat = jax.make_jaxpr(lambda *args: _inline(pure, args, CALLS))(*leaves)
+    flat = with_early_lookups(flat, leaves)
     return Program.of(flat, len(params), jax.tree.structure(aux_shape))
 
 

@@ -31,8 +31,11 @@ Rule = Callable[[JaxprEqn, Sequence[Any]], Any]
 
 def as_known(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
     """The values of `atoms`, reshaped to the shapes that the program gives these atoms."""
-    pairs = zip(values, map(_shape, atoms), strict=True)
-    return [x if jnp.shape(x) == shape else lax.reshape(x, shape) for x, shape in pairs]
+    return [_shaped(x, _shape(v)) for x, v in zip(values, atoms, strict=True)]
+
+
+def _shaped(x: Any, shape: tuple[int, ...]) -> Any:
+    return x if jnp.shape(x) == shape else lax.reshape(x, shape)
 
 
 def squeezed(x: Any) -> Any:
@@ -85,9 +88,8 @@ def _bind(eqn: JaxprEqn, ins: Sequence[Any], **params: Any) -> Any:
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
     """An elementwise equation. An operand keeps an axis of length 1 where the result is longer."""
     kept = _kept(_shape(eqn.outvars[0]))
-    shapes = [[shape[axis] for axis in kept] if shape else [] for shape in map(_shape, eqn.invars)]
-    operands = [lax.reshape(x, shape) for x, shape in zip(ins, shapes, strict=True)]
-    return _bind(eqn, operands)
+    shapes = [tuple(shape[axis] for axis in kept) if shape else () for shape in map(_shape, eqn.invars)]
+    return _bind(eqn, [_shaped(x, shape) for x, shape in zip(ins, shapes, strict=True)])
 
 
 def _reduction(eqn: JaxprEqn, ins: Sequence[Any]) -> Any:
