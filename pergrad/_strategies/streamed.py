@@ -68,14 +68,20 @@ class Streamed(FormingStrategy):
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # B (F_t + F_s) / product rate + B g (1 + 2 s) / memory rate + B rounds. If the gradient is
-        # divided, the passes have the rate of the cache, and states are moved once: 2 s g / memory rate.
-        g, s = work.gradient, work.accumulators
-        passes = work.moving(work.size * g * (1 + 2 * s), at_once=g * (1 + s) / self._blocks(work))
+        # B (F_t + F_s) / product rate + (B g + 2 R s g) / memory rate + R rounds, with R = B rounds of
+        # the loop that read and write all states. If one batched product forms the n gradients of a
+        # round, R = B / n, and gradients are read again: (2 B g + 2 R s g) / memory rate. If the
+        # gradient is divided, the passes have the rate of the cache, states are moved once more,
+        # 2 s g / memory rate, and every block has its own rounds.
+        g, s, size = work.gradient, work.accumulators, work.size
+        together = self.batched and self.at_a_time > 1
+        rounds = math.ceil(size / self.at_a_time) if together else size
+        moved = (2 if together else 1) * size * g + 2 * rounds * s * g
+        passes = work.moving(moved, at_once=g * (1 + s) / self._blocks(work))
         if self.block is not None:
             passes += work.moving(2 * s * g)
         formed = work.forming_operations / work.device.product_rate
-        return formed + passes + self._blocks(work) * work.size * work.device.loop_round
+        return formed + passes + self._blocks(work) * rounds * work.device.loop_round
 
     def temporary_bytes(self, work: Work) -> float:
         return work.formed * min(self.at_a_time, work.size) / self._blocks(work)

@@ -522,7 +522,8 @@ def test_remat_still_recomputes():
         fun = functools.partial(deep, checkpoint=checkpoint)
         ours = jax.jit(pg.grad_stats(fun, pg.Mean())).lower(p, x)
         plain = jax.jit(jax.grad(fun)).lower(p, x)
-        assert ("optimization_barrier" in ours.as_text()) == checkpoint
+        # One barrier stands between the loss and the backward pass.
+        assert (ours.as_text().count("optimization_barrier") > 1) == checkpoint
         flops[checkpoint] = ours.cost_analysis()["flops"]
         assert flops[checkpoint] == pytest.approx(plain.cost_analysis()["flops"], rel=0.01)
         # The CPU's compiler merges some of the recomputation away, of ours as of that of jax.grad.
