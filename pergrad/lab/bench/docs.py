@@ -4,6 +4,7 @@
     pergrad bench --parts growth --out docs/benchmarks/growth
     pergrad bench --parts compile --out docs/benchmarks/compile
     python -m pergrad.lab.bench.torch_side_by_side --out docs/benchmarks/torch.json
+    pergrad bench --target tpu:v5e --out docs/benchmarks
     python -m pergrad.lab.bench.docs
 
 After a change that concerns few models, measure those again, and put their rows in the place of the old
@@ -22,11 +23,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pergrad.lab.bench import cases, drawings, tables, tasks
+from pergrad.lab.bench.tables import Column, Row
 from pergrad.lab.bench.tasks import (
     ACCUMULATED,
     AUTO,
@@ -35,7 +37,6 @@ from pergrad.lab.bench.tasks import (
     MICRO_GRAD,
     PERGRAD,
     VMAP,
-    family,
 )
 from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
@@ -48,6 +49,7 @@ LOGS = {
     "growth": NUMBERS / "growth" / "results.json",
     "compile": NUMBERS / "compile" / "results.json",
     "torch": NUMBERS / "torch.json",
+    "target": NUMBERS / "tpu-v5e.json",
 }
 AGAIN = "measured_at"  # in a row that was measured again: the commit of pergrad
 COMMAND = "pergrad bench --parts"
@@ -56,6 +58,8 @@ BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DO
 
 OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
 RIVALS = {ACCUMULATED: "accumulated `grad`", VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
+# What the README shows of the CPU and of the TPU, beside each other.
+SHOWN = {VMAP: "`vmap(grad)`", MICRO_GRAD: "`micro_grad`", PERGRAD: "pergrad", AUTO: '`"auto"`'}
 COLUMNS: dict[str, dict[str, str]] = {
     "moments": RIVALS | OURS,
     "norms": RIVALS | OURS,
@@ -80,13 +84,23 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     if "models" in logs:
         rows = logs["models"]["results"]
         for task, names in COLUMNS.items():
-            own = [row for row in rows if row["task"] == task]
-            names = without_unlogged(own, names)
-            found[task] = tables.markdown(own, titles, names)
+            own = of_task(rows, task)
+            found[task] = tables.markdown(columns(own, names), titles)
             if task == "moments":
                 found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | names)
         found["measured"] = measured(f"{COMMAND} models", logs["models"])
         found |= links(rows, FIGURES)
+    if "target" in logs:
+        rows = logs["target"]["results"]
+        everything = titles | cases.LARGE_TITLES
+        for task, names in COLUMNS.items():
+            if own := of_task(rows, task):
+                found[f"target_{task}"] = tables.markdown(columns(own, names), everything)
+        found["target_compiled"] = compiled(logs["target"])
+    if "models" in logs and "target" in logs:
+        run, only_compiled = (of_task(logs[name]["results"], "moments") for name in ("models", "target"))
+        beside = columns(run, SHOWN, "CPU, ") + columns(only_compiled, SHOWN, "TPU, ")
+        found["beside"] = tables.markdown(beside, titles, time="tuned")
     if "growth" in logs:
         found["growth_measured"] = measured(f"{COMMAND} growth", logs["growth"])
         found |= links(logs["growth"]["results"], f"{FIGURES}/growth")
@@ -99,19 +113,30 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
         rows = logs["torch"]["results"]
         in_torch = {row["case"]: torch_title(row["case"]) for row in rows}
         for task, names in TORCH.items():
-            own = [row for row in rows if row["task"] == task]
-            found[f"torch_{task}"] = tables.markdown(own, in_torch, names)
+            found[f"torch_{task}"] = tables.markdown(columns(of_task(rows, task), names), in_torch)
         found["torch_measured"] = measured("make bench-torch", logs["torch"])
         found["torch_left_out"] = left_out(rows)
     return found
 
 
-def without_unlogged(rows: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, str]:
-    """The columns without that of accumulated gradients, if some rows are older than this candidate."""
-    rows = list(rows)
-    having = {row["case"] for row in rows if family(row["candidate"]) == ACCUMULATED}
-    all_have = having == {row["case"] for row in rows}
-    return {name: title for name, title in names.items() if name != ACCUMULATED or all_have}
+def of_task(rows: Iterable[Row], task: str) -> list[Row]:
+    return [row for row in rows if row["task"] == task]
+
+
+def columns(rows: Sequence[Row], names: Mapping[str, str], before: str = "") -> list[Column]:
+    """A column for each candidate in `names`, whose titles have the text `before` in front."""
+    return [Column(f"{before}{title}", name, rows) for name, title in names.items()]
+
+
+def compiled(log: Mapping[str, Any]) -> str:
+    """A sentence on how programs were compiled: the command and the versions."""
+    target = log["about"]["target"]
+    return f"`pergrad bench --target {target}`, compiled for, not run on; {versions(log)}."
+
+
+def versions(log: Mapping[str, Any]) -> str:
+    found = log["about"]["versions"].items()
+    return ", ".join(f"{name} {version}" for name, version in found if name != "numpy")
 
 
 def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:
@@ -131,13 +156,12 @@ def torch_title(case: str) -> str:
 
 def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str:
     """A sentence on how a log was measured: the command, the machine and the versions."""
-    versions, machine = log["about"]["versions"], log["about"]["machine"]
+    machine = log["about"]["machine"]
     how = f"at most {log['about']['settings'][times]} {times}"
-    what = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "numpy")
     where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
     again = {(row["case"], row["task"]): row[AGAIN] for row in log["results"] if AGAIN in row}
     later = "".join(f"; {case}, {task}: pergrad {at}" for (case, task), at in again.items())
-    return f"`{command}`, the fastest of {how} on {where}; {what}{later}."
+    return f"`{command}`, the fastest of {how} on {where}; {versions(log)}{later}."
 
 
 def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +210,7 @@ def main() -> None:
     found = blocks(there)
     for page in PAGES:
         page.write_text(fill(page, found))
-    for name in there.keys() - {"torch"}:
+    for name in there.keys() - {"torch", "target"}:
         drawings.write(there[name]["results"], LOGS[name].parent)
 
 

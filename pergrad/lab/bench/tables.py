@@ -177,28 +177,43 @@ def measured(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "left_out" not in row]
 
 
-def markdown(rows: Sequence[Row], titles: Mapping[str, str], names: Mapping[str, str]) -> str:
+@dataclass(frozen=True)
+class Column:
+    """A column of a table in Markdown: a candidate's name without its size, and where its rows are."""
+
+    title: str
+    candidate: str
+    rows: Sequence[Row]
+
+
+def markdown(columns: Sequence[Column], titles: Mapping[str, str], time: str = "time") -> str:
     """One task, a line for each model: time and (temporary memory), as multiples of the floor's.
 
-    `titles` are the models to show, by case; `names` the candidates, by their names without sizes.
+    `titles` are the models to show, by case. `time` is the ratio to show: "time" or "tuned".
     """
-    lines = [["model", *names.values()]]
+    lines = [["model", *(column.title for column in columns)]]
     for case, title in titles.items():
-        own = [row for row in rows if row["case"] == case]
-        if own:
-            lines.append([title, *(_cell(own, name) for name in names)])
+        cells = [
+            _cell([row for row in column.rows if row["case"] == case], column.candidate, time)
+            for column in columns
+        ]
+        if any(cells):
+            lines.append([title, *cells])
     return _pipes(lines)
 
 
-def _cell(rows: Sequence[Row], name: str) -> str:
+def _cell(rows: Sequence[Row], name: str, time: str) -> str:
     own = [row for row in rows if name in (row["candidate"], _without_number(row["candidate"]))]
     if not own:
         return ""
     (row,) = own
     if "left_out" in row:
         return {"all at once": "the same"}.get(row["left_out"], "–")
+    if "out_of_memory" in row:
+        return "out of memory"
     memory = row["ratios"].get("memory")
-    return short(row["ratios"]["time"]) + ("" if memory is None else f" ({short(memory)})")
+    is_unknown = memory is None or math.isnan(memory)
+    return short(row["ratios"][time]) + ("" if is_unknown else f" ({short(memory)})")
 
 
 def _without_number(name: str) -> str:

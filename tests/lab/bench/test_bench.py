@@ -239,10 +239,18 @@ ROWS = [
 
 def test_tables():
     names = {VMAP: "v", MICRO_GRAD: "m", JAX_PRIVACY: "p", PERGRAD: "ours", AUTO: "auto", "other": "o"}
-    assert tables.markdown(ROWS, {"mlp": "MLP", "cnn": "CNN"}, names).splitlines() == [
+    titles = {"mlp": "MLP", "cnn": "CNN"}
+    assert tables.markdown(written.columns(ROWS, names), titles).splitlines() == [
         "| model | v | m | p | ours | auto | o |",
         "|---|---|---|---|---|---|---|",
         "| MLP | 123 (247) | 12.3 (24.7) | – | 1.25 (2.50) | the same |  |",
+    ]
+    full = [{**ROWS[0], "candidate": VMAP, "out_of_memory": "20G of 15G"}]
+    beside = [*written.columns(ROWS, {PERGRAD: "ours"}, "here, "), *written.columns(full, {VMAP: "v"})]
+    assert tables.markdown(beside, titles, time="tuned").splitlines() == [
+        "| model | here, ours | v |",
+        "|---|---|---|",
+        "| MLP | 1.38 (2.50) | out of memory |",
     ]
     assert tables.in_processes(ROWS, {"mlp": "MLP"}, {FLOOR: "f", VMAP: "v", PERGRAD: "p"}).endswith(
         "| MLP | 5 |  | 6 |"
