@@ -81,7 +81,7 @@ LIMITS = {
     "long: clipped": Limit(LONG, CLIPPED, None, 1.32, 0.94),
     "tied: moments": Limit(TIED, MOMENTS, None, 1.02, 0.74),
     "scanned: moments": Limit(SCANNED, MOMENTS, None, None, 1.10 if NEWER_XLA else 1.06),
-    "lstm: moments": Limit(RECURRENT, MOMENTS, None, None, 1.4),
+    "lstm: moments": Limit(RECURRENT, MOMENTS, None, None, 1.3),
     "lstm: tokens": Limit(RECURRENT, TOKENS, None, None, 1.45),
     "cnn: moments": Limit(CONVOLUTIONAL, MOMENTS, None, None, 0.98),
     "mlp: moments": Limit(PERCEPTRON, MOMENTS, None, 1.42, 1.7),

@@ -71,7 +71,7 @@ def test_scopes_of_the_loss_are_kept():
 
 def test_tails_in_a_loop():
     found = names(layers, MOMENTS, LAYERS, floats(16, 5, 4), strategy="streamed")
-    assert some(r"/pergrad/backbone/.*while/body/.*tail\[layers\]/streamed:\d+/", found)
+    assert some(r"/pergrad/backbone/.*while/body/.*tail\[layers\]/streamed/", found)
     assert some(r"/pergrad/backbone/.*my_layer.*/tanh", found)
 
 
