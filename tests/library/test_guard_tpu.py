@@ -52,12 +52,12 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "unrolled: moments": Limit(UNROLLED, MOMENTS, None, 1.18, 1.35),
-    "unrolled: norms": Limit(UNROLLED, NORMS, None, 1.17, 2.28),
-    "scanned: moments": Limit(SCANNED, MOMENTS, None, 1.15, 1.64),
-    "scanned: moments, one at a time": Limit(SCANNED, MOMENTS, 1, 1.71, 0.46),
-    "scanned: clipped, one at a time": Limit(SCANNED, CLIPPED, 1, 1.33, 0.17),
-    "recurrent: moments": Limit(RECURRENT, MOMENTS, None, 1.71, None),
+    "unrolled: moments": Limit(UNROLLED, MOMENTS, None, 0.95, 1.26),
+    "unrolled: norms": Limit(UNROLLED, NORMS, None, 1.12, 1.30),
+    "scanned: moments": Limit(SCANNED, MOMENTS, None, 1.08, 0.74),
+    "scanned: moments, one at a time": Limit(SCANNED, MOMENTS, 1, 1.55, 0.44),
+    "scanned: clipped, one at a time": Limit(SCANNED, CLIPPED, 1, 1.32, 0.16),
+    "recurrent: moments": Limit(RECURRENT, MOMENTS, None, 1.04, None),
     "perceptron: moments": Limit(PERCEPTRON, MOMENTS, None, 1.48, None),
 }
 

@@ -204,8 +204,8 @@ MUTANTS = (
     Mutant(
         "Scatter",
         "pergrad/_cut/terms/scatter.py",
-        'table.at[keys.reshape(-1)].add(values.reshape(size * n, s, *row), mode="drop")',
-        'table.at[keys.reshape(-1)].set(values.reshape(size * n, s, *row), mode="drop")',
+        'table.at[keys.reshape(-1)].add(values.reshape(size * n, *row), mode="drop")',
+        'table.at[keys.reshape(-1)].set(values.reshape(size * n, *row), mode="drop")',
         cases("embedding_indexed"),
     ),
     Mutant(

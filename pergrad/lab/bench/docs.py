@@ -37,6 +37,7 @@ from pergrad.lab.bench.tasks import (
     MICRO_GRAD,
     PERGRAD,
     VMAP,
+    family,
 )
 from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
@@ -87,7 +88,8 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
             own = of_task(rows, task)
             found[task] = tables.markdown(columns(own, names), titles)
             if task == "moments":
-                found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | names)
+                shown = {column.candidate: column.title for column in columns(own, names)}
+                found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | shown)
         found["measured"] = measured(f"{COMMAND} models", logs["models"])
         found |= links(rows, FIGURES)
     if "target" in logs:
@@ -100,7 +102,7 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     if "models" in logs and "target" in logs:
         run, only_compiled = (of_task(logs[name]["results"], "moments") for name in ("models", "target"))
         beside = columns(run, SHOWN, "CPU, ") + columns(only_compiled, SHOWN, "TPU, ")
-        found["beside"] = tables.markdown(beside, titles, time="tuned")
+        found["beside"] = tables.markdown(beside, titles)
     if "growth" in logs:
         found["growth_measured"] = measured(f"{COMMAND} growth", logs["growth"])
         found |= links(logs["growth"]["results"], f"{FIGURES}/growth")
@@ -124,8 +126,15 @@ def of_task(rows: Iterable[Row], task: str) -> list[Row]:
 
 
 def columns(rows: Sequence[Row], names: Mapping[str, str], before: str = "") -> list[Column]:
-    """A column for each candidate in `names`, whose titles have the text `before` in front."""
-    return [Column(f"{before}{title}", name, rows) for name, title in names.items()]
+    """A column for each candidate in `names`, whose titles have the text `before` in front.
+
+    There is none for accumulated gradients if some rows are older than this candidate.
+    """
+    having = {row["case"] for row in rows if family(row["candidate"]) == ACCUMULATED}
+    unlogged = () if having == {row["case"] for row in rows} else (ACCUMULATED,)
+    return [
+        Column(f"{before}{title}", name, rows) for name, title in names.items() if name not in unlogged
+    ]
 
 
 def compiled(log: Mapping[str, Any]) -> str:

@@ -186,15 +186,15 @@ class Column:
     rows: Sequence[Row]
 
 
-def markdown(columns: Sequence[Column], titles: Mapping[str, str], time: str = "time") -> str:
+def markdown(columns: Sequence[Column], titles: Mapping[str, str]) -> str:
     """One task, a line for each model: time and (temporary memory), as multiples of the floor's.
 
-    `titles` are the models to show, by case. `time` is the ratio to show: "time" or "tuned".
+    `titles` are the models to show, by case.
     """
     lines = [["model", *(column.title for column in columns)]]
     for case, title in titles.items():
         cells = [
-            _cell([row for row in column.rows if row["case"] == case], column.candidate, time)
+            _cell([row for row in column.rows if row["case"] == case], column.candidate)
             for column in columns
         ]
         if any(cells):
@@ -202,7 +202,7 @@ def markdown(columns: Sequence[Column], titles: Mapping[str, str], time: str = "
     return _pipes(lines)
 
 
-def _cell(rows: Sequence[Row], name: str, time: str) -> str:
+def _cell(rows: Sequence[Row], name: str) -> str:
     own = [row for row in rows if name in (row["candidate"], _without_number(row["candidate"]))]
     if not own:
         return ""
@@ -212,8 +212,8 @@ def _cell(rows: Sequence[Row], name: str, time: str) -> str:
     if "out_of_memory" in row:
         return "out of memory"
     memory = row["ratios"].get("memory")
-    is_unknown = memory is None or math.isnan(memory)
-    return short(row["ratios"][time]) + ("" if is_unknown else f" ({short(memory)})")
+    said = "" if memory is None or math.isnan(memory) else f" ({short(memory)})"
+    return short(row["ratios"]["time"]) + said
 
 
 def _without_number(name: str) -> str:

@@ -247,10 +247,10 @@ def test_tables():
     ]
     full = [{**ROWS[0], "candidate": VMAP, "out_of_memory": "20G of 15G"}]
     beside = [*written.columns(ROWS, {PERGRAD: "ours"}, "here, "), *written.columns(full, {VMAP: "v"})]
-    assert tables.markdown(beside, titles, time="tuned").splitlines() == [
+    assert tables.markdown(beside, titles).splitlines() == [
         "| model | here, ours | v |",
         "|---|---|---|",
-        "| MLP | 1.38 (2.50) | out of memory |",
+        "| MLP | 1.25 (2.50) | out of memory |",
     ]
     assert tables.in_processes(ROWS, {"mlp": "MLP"}, {FLOOR: "f", VMAP: "v", PERGRAD: "p"}).endswith(
         "| MLP | 5 |  | 6 |"
