@@ -338,12 +338,14 @@ def test_blocks(tmp_path):
         "versions": {"jax": "1.2"},
         "machine": {"cores": 2, "processor": "fast", "platform": "this"},
         "settings": {"rounds": 3, "builds": 2},
+        "target": "tpu:v5e",
     }
     grown = [{**ROWS[0], "part": "growth"}]
     torch = [a_row("BackPACK Variance", 2.0, task="variance", case="cnn, no norms")]
     torch += [{**ROWS[-1], "case": "cnn, no norms", "task": "norms", "left_out": "LayerNorm"}]
     built = [{**ROWS[0], "part": "compile"}]
-    logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch}
+    compiled = [{**ROWS[3], "part": "target"}, {**ROWS[3], "part": "target", "case": "billion"}]
+    logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch, "target": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
     page = "".join(f"<!-- bench: {name} -->\nwhat stood here\n<!-- end -->\n" for name in names)
@@ -365,6 +367,9 @@ def test_blocks(tmp_path):
         and "3 rounds" in found["measured"]
         and "jax 1.2" in found["measured"]
     )
+    assert found["target_compiled"].startswith("`pergrad bench --target tpu:v5e`, compiled for, not run")
+    assert "L22 V32768 |" in found["target_moments"] and "L22" not in found["beside"]
+    assert "CPU, pergrad" in found["beside"] and "TPU, pergrad" in found["beside"]
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()
     assert "2 builds" in found["compile_measured"] and "3 rounds" in found["growth_measured"]
