@@ -49,11 +49,11 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "unrolled: moments": Limit(UNROLLED, MOMENTS, None, 1.23, 0.94),
-    "unrolled: norms": Limit(UNROLLED, NORMS, None, 1.11, 1.12),
-    "scanned: moments": Limit(SCANNED, MOMENTS, None, 1.14, 1.03),
-    "scanned: moments, one at a time": Limit(SCANNED, MOMENTS, 1, 4.05, 0.29),
-    "scanned: clipped": Limit(SCANNED, CLIPPED, None, 1.39, 4.15),
+    "unrolled: moments": Limit(UNROLLED, MOMENTS, None, 1.13, 0.73),
+    "unrolled: norms": Limit(UNROLLED, NORMS, None, 1.02, 0.90),
+    "scanned: moments": Limit(SCANNED, MOMENTS, None, 1.09, 0.65),
+    "scanned: moments, one at a time": Limit(SCANNED, MOMENTS, 1, 3.90, 0.17),
+    "scanned: clipped": Limit(SCANNED, CLIPPED, None, 1.23, 2.30),
     "recurrent: moments": Limit(RECURRENT, MOMENTS, None, 0.95, 3.13),
     "perceptron: moments": Limit(PERCEPTRON, MOMENTS, None, 1.46, 2.06),
 }
