@@ -7,6 +7,7 @@ pass starts from), `schedule` (all these decisions together), `plan` (what the s
 """
 
 from pergrad._plan import table as table
+from pergrad._plan.backbone import equations_of as equations_of
 from pergrad._plan.choose import Choice as Choice
 from pergrad._plan.choose import Forced as Forced
 from pergrad._plan.choose import TailPlan as TailPlan

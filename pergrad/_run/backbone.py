@@ -22,7 +22,7 @@ from jax.custom_batching import custom_vmap
 from pergrad._compat import Literal, aval
 from pergrad._cut import Cut, CutLoop, Examples, Part
 from pergrad._ir import Env, evaluate, read, with_example_axis
-from pergrad._plan import Schedule, TailPlan
+from pergrad._plan import Schedule, TailPlan, equations_of
 from pergrad._run.reduce import Directions, Reduction
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, LeafStatistic, Phase, Reading
@@ -55,9 +55,9 @@ def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: 
     Without that order XLA might compute what only the loss needs, such as the logarithms of all
     probabilities, together with the residuals of the last layer. Both would then be in memory at once.
     """
-    eqns = [x.loop.eqn if isinstance(x, CutLoop) else x for x in cut.backbone]
     ct = cut.program.cotangent
-    start = next((k for k, eqn in enumerate(eqns) if ct in eqn.invars), len(eqns))
+    uses = [ct in eqn.invars for eqn in equations_of(cut)]
+    start = uses.index(True) if any(uses) else len(uses)
     forward, backward = (
         dataclasses.replace(cut, backbone=x) for x in (cut.backbone[:start], cut.backbone[start:])
     )
