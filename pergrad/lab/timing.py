@@ -110,11 +110,7 @@ def compile_afresh(
 def fastest(
     candidates: Iterable[tuple[str, Callable[..., Any]]], *args: Any, say: Say = to_stderr
 ) -> tuple[str, Executable]:
-    """The fastest of candidates of rising size, which are tried until they get slower.
-
-    The candidates do not take turns, so small differences mean nothing: a candidate counts as slower if
-    it takes more than 1.1 times as long as the best one before it.
-    """
+    """The fastest of candidates of rising size, which are tried until they get slower (`past_best`)."""
     tried: dict[str, float] = {}
     best = None
     for name, candidate in candidates:
@@ -123,14 +119,24 @@ def fastest(
         if tried[name] <= 2 * min(tried.values()):  # else one run is enough to see that it is slow
             tried[name] = min(_run(executable, args)[0] for _ in range(2))
         say(f"  {name} takes {1e3 * tried[name]:.0f} ms\n")
-        lowest = min(tried.values())
-        if tried[name] == lowest:
+        if tried[name] == min(tried.values()):
             best = name, executable
-        elif tried[name] > 1.1 * lowest:
+        if past_best(tried.values()):
             break
     if best is None:
         raise ValueError("there is no candidate")
     return best[0], replace(best[1], tried=tried)
+
+
+def past_best(seconds: Iterable[float]) -> bool:
+    """Whether larger candidates need not be tried: the last two were slower than the fastest.
+
+    The candidates do not take turns, so small differences mean nothing: a candidate counts as slower if
+    it takes more than 1.1 times as long as the fastest. One slower candidate may lie between two faster
+    ones, because a size can fit a cache or the cores badly.
+    """
+    tried = list(seconds)
+    return len(tried) > 2 and min(tried[-2:]) > 1.1 * min(tried)
 
 
 def time_all(

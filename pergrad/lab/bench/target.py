@@ -22,7 +22,7 @@ from pergrad.lab.bench.run import Item, Row
 from pergrad.lab.bench.tasks import AUTO, FLOOR, FLOORS, PERGRAD, SIZED, Task
 from pergrad.lab.config import TargetName, TaskName
 from pergrad.lab.run import records
-from pergrad.lab.timing import Say, to_stderr
+from pergrad.lab.timing import Say, past_best, to_stderr
 
 PART = "target"  # of the rows
 
@@ -153,7 +153,7 @@ def fastest(rows: Iterable[Row]) -> Row:
         times[row["candidate"]] = row["seconds"]
         if best is None or row["seconds"] < best["seconds"]:
             best = row
-        elif row["seconds"] > 1.1 * best["seconds"]:
+        if past_best(times.values()):
             break
     assert best is not None
     return best | {"tried": times}
