@@ -35,6 +35,7 @@ from pergrad._ir.loop import Loop as Loop
 from pergrad._ir.numerics import Weights as Weights
 from pergrad._ir.numerics import accumulation_dtype as accumulation_dtype
 from pergrad._ir.numerics import added as added
+from pergrad._ir.numerics import full_precision as full_precision
 from pergrad._ir.numerics import in_groups as in_groups
 from pergrad._ir.numerics import product as product
 from pergrad._ir.numerics import total as total

@@ -98,3 +98,17 @@ def product(x: Any, d: Any, numbers: Any, dtype: Any, precision: Any = None) -> 
     if is_wider and platform() == "cpu":
         x, d = x.astype(dtype), d.astype(dtype)
     return lax.dot_general(x, d, numbers, precision=precision, preferred_element_type=dtype)
+
+
+def full_precision(own: Any, *dtypes: Any) -> Any:
+    """The precision that keeps all digits in a product of numbers of these dtypes, or of their squares.
+
+    `own` is the precision that the product has otherwise. Accelerators may round the operands of a
+    float32 product to fewer digits. `Precision.HIGH` keeps 16 binary digits, which is what squares of
+    bfloat16 numbers have, and takes half the time of `HIGHEST`. The CPU never rounds operands, and there
+    the product stays as it is, so that XLA finds an equal product in the same program.
+    """
+    if platform() == "cpu":
+        return own
+    is_short = all(dtype == jnp.bfloat16 for dtype in dtypes)
+    return lax.Precision.HIGH if is_short else lax.Precision.HIGHEST

@@ -182,7 +182,8 @@ class Variance(Accumulator):
 
     The result is shaped like the parameters, is never negative, and is accurate even if the mean is
     10^4 times the deviation: every gradient is centred before it is squared (Welford 1962), and groups
-    are merged by their means (Chan, Golub and LeVeque 1979).
+    are merged by their means (Chan, Golub and LeVeque 1979). For outer products (the weights of an MLP)
+    it is the second moment minus the square of the mean where that loses at most two digits.
 
     One example has no variance. A batch of one example is refused, and so are weights that add up to 1
     or less. Under `jit` the values of weights are not known, and the result for such weights is NaN.

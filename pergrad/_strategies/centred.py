@@ -1,13 +1,23 @@
-"""The variance of outer products in two passes: first the mean, then the squared deviations from it.
+"""The variance of outer products: from two matrix products, or where these lose digits from a loop.
 
-If an example's gradient is one outer product x d^T, forming it again costs next to nothing. So the first
-pass computes the mean, as one product over all examples, and the second pass computes
+If an example's gradient is one outer product g_i = x_i d_i^T, the squared deviations from the mean are
 
-    M2 = sum_i w_i (x_i d_i^T - mean)^2
+    M2 = sum_i w_i (g_i - mean)^2 = sum_i w_i g_i^2 - share mean^2,      share = sum_i w_i,
 
-without a matrix product. It takes sixteen examples at a time in one pass over M2, in which XLA fuses all
+with  share mean = X^T diag(w) D  and  sum_i w_i g_i^2 = (X^2)^T diag(w) D^2,  two matrix products. The
+difference loses as many digits as the sum of squares is larger than M2. So it counts only if no
+coordinate has a sum of squares of more than MOST_LOST times its M2. Both products are computed in full
+precision for that. On accelerators the default precision rounds float32 factors to fewer digits than
+the difference needs.
+
+Otherwise the deviations are formed, which costs next to no operations for outer products, and added up
+in a loop. The loop takes sixteen examples at a time in one pass over M2, in which XLA fuses all
 elementwise operations. Welford's method takes one example after the other, and reads and writes the mean
 and M2 for each of them.
+
+Which of the two runs is decided when the gradients are known (`lax.cond`). Gradients that are almost the
+same for all examples in some coordinate are rare if there are many examples. Among few examples some
+coordinate of a large matrix has such gradients by chance, so that there is the loop alone.
 """
 
 from __future__ import annotations
@@ -20,20 +30,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pergrad._compat import aval
 from pergrad._cut import Examples, Tail
-from pergrad._ir import accumulation_dtype, in_groups, weigh
-from pergrad._statistics import LeafStatistic, Quantity, mean_of
+from pergrad._ir import in_groups, weigh
+from pergrad._statistics import LeafStatistic, Mean, Quantity, mean_of
 from pergrad._strategies.base import Job, Strategy
-from pergrad._strategies.factored import why_not_an_outer_product
+from pergrad._strategies.factored import sum_of_phi, why_not_an_outer_product
 from pergrad._strategies.work import Work
 
 AT_A_TIME = 16  # examples in one pass over M2
+# The sum of squares may be so many times M2. The difference of two sums in float32 then has a relative
+# error of 1e-5, or of 5e-4 on accelerators if the factors are bfloat16.
+MOST_LOST = 64.0
+FEWEST = 16  # examples for which products are tried
+
+SUM, SQUARES = Mean(), Mean(jnp.square)
 
 
 @dataclasses.dataclass(frozen=True)
 class Centred(Strategy):
-    """The strategy that computes the mean, and then the squared deviations of all outer products."""
+    """The strategy that computes the mean and the squared deviations of all outer products."""
 
     name = "centred"
 
@@ -43,27 +58,42 @@ class Centred(Strategy):
         return why_not_an_outer_product(tail)
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # (B F_t + F_s) / product rate + B g / memory rate for each statistic
-        products = work.summing_operations / work.device.product_rate
-        return products + work.moving(work.size * work.gradient, at_once=3 * work.gradient)
+        # n (B F_t + F_s) / product rate for n products. Then 3 g / memory rate for the difference, or
+        # B g / memory rate for the loop.
+        products = self._products(work) * work.summing_operations / work.device.product_rate
+        passes = 3 if self._products(work) > 1 else work.size
+        return products + work.moving(passes * work.gradient, at_once=3 * work.gradient)
 
     def operations(self, work: Work, statistics: int) -> float:
-        return statistics * (work.summing_operations + 4 * work.size * work.numbers)
+        products = self._products(work)
+        passes = 1 if products > 1 else work.size
+        return statistics * (products * work.summing_operations + 4 * passes * work.numbers)
 
     def temporary_bytes(self, work: Work) -> float:
-        return work.gradient
+        return self._products(work) * work.gradient
+
+    def _products(self, work: Work) -> int:
+        """How many products there are, if the difference loses no digits."""
+        return 2 if work.size >= FEWEST else 1
 
     def reason(self, work: Work) -> str:
         return "an outer product for each"
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        total = examples.total
-        (g,) = tail.summed_gradients(examples.factors, examples.constants, examples.weights, total)
-        g = g.astype(accumulation_dtype(aval(tail.grads[0]).dtype))
-        share = jnp.asarray(total, g.dtype)
+        g = sum_of_phi(tail, SUM, examples, in_full=True)
+        share = jnp.asarray(examples.total, g.dtype)
         mean = mean_of(g, share)
-        centred = share, mean, _squares_around(mean, tail, examples)
-        return [job.from_quantity(centred) for job in jobs]
+        if examples.size < FEWEST:
+            m2 = _squares_around(mean, tail, examples)
+        else:
+            squares = sum_of_phi(tail, SQUARES, examples, in_full=True)
+            m2 = squares - share * jnp.square(mean)
+            m2 = lax.cond(
+                jnp.all(squares <= MOST_LOST * m2),  # not so if one of them is NaN
+                lambda: m2,
+                lambda: _squares_around(mean, tail, examples),
+            )
+        return [job.from_quantity((share, mean, m2)) for job in jobs]
 
 
 def _squares_around(mean: jax.Array, tail: Tail, examples: Examples) -> jax.Array:

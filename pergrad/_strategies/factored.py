@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -61,16 +61,22 @@ class Factored(Strategy):
         return True
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        return [job.from_quantity(self._sum(tail, job.statistic, examples)) for job in jobs]
+        means = [cast(WeightedSum, job.statistic) for job in jobs]
+        sums = [sum_of_phi(tail, mean, examples) for mean in means]
+        return [job.from_quantity(x) for job, x in zip(jobs, sums, strict=True)]
 
-    def _sum(self, tail: Tail, mean: Any, examples: Examples) -> Any:
-        (product,) = tail.terms
-        assert isinstance(product, Product)
-        env = tail.env(examples.factors, examples.constants)
-        env[product.out] = product.sum_of(*_phi_of_factors(product, mean, env), examples.weights)
-        return tail.moved_and_scaled(
-            env, lambda step, x: x * mean.apply(tail.number_of(step, env, x.dtype))
-        )
+
+def sum_of_phi(tail: Tail, mean: WeightedSum, examples: Examples, *, in_full: bool = False) -> jax.Array:
+    """sum_i w_i phi(g_i) for the phi of `mean`, from the factors of outer products g_i.
+
+    With `in_full` the product keeps all digits of the factors that float32 has.
+    """
+    (product,) = tail.terms
+    assert isinstance(product, Product)
+    env = tail.env(examples.factors, examples.constants)
+    factors = _phi_of_factors(product, mean, env)
+    env[product.out] = product.sum_of(*factors, examples.weights, in_full=in_full)
+    return tail.moved_and_scaled(env, lambda step, x: x * mean.apply(tail.number_of(step, env, x.dtype)))
 
 
 def _phi_of_factors(product: Product, mean: WeightedSum, env: Env) -> tuple[jax.Array, jax.Array]:

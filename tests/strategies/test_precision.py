@@ -10,6 +10,7 @@ from jax import lax
 
 import pergrad as pg
 from pergrad._ir import backend
+from pergrad._strategies import centred
 from tests.support import oracle
 from tests.support.cases import array
 
@@ -527,6 +528,29 @@ def test_centred_takes_sixteen_at_a_time(size):
         g = x[:, :, None] * (1 / np.cosh(x @ p) ** 2)[:, None, :]
     expected = np.cov(np.nan_to_num(g.reshape(size, -1)).T, fweights=w).diagonal().reshape(4, 3)
     np.testing.assert_allclose(stats_fn(p, x, example_weights=w), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [None, 20])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype, rtol", [(jnp.float64, 1e-12), (jnp.float32, 1e-4)])
+def test_variance_from_products(dtype, rtol, weighted, size, monkeypatch):
+    """Where no digits are lost, the loop over deviations, which is broken here, does not run."""
+    w, batch = make("product", ratio=2, dtype=dtype)
+    counts = np.random.default_rng(3).integers(0, 4, size=60) if weighted else np.ones(60, int)
+    batch["d"] = batch["d"].at[np.flatnonzero(counts == 0)].set(jnp.nan)
+    given = {"example_weights": counts} if weighted else {}
+    stats_fn = jax.jit(
+        pg.grad_stats(product_loss, pg.Variance(), strategy="centred", microbatch_size=size)
+    )
+    each = np.nan_to_num(np.asarray(individual(product_loss)(w, batch), np.float64))
+    expected = np.cov(each.reshape(60, -1).T, fweights=counts).diagonal().reshape(w.shape)
+    np.testing.assert_allclose(stats_fn(w, batch, **given), expected, rtol=rtol)
+    broken = lambda mean, *_: jnp.full_like(mean, jnp.nan)  # noqa: E731
+    monkeypatch.setattr(centred, "_squares_around", broken)
+    jax.clear_caches()
+    np.testing.assert_allclose(stats_fn(w, batch, **given), expected, rtol=rtol)
+    w, batch = make("product", ratio=100, dtype=dtype)
+    assert np.all(np.isnan(stats_fn(w, batch)))
 
 
 @pytest.mark.parametrize("size", [None, 1])

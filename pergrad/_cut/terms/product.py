@@ -31,6 +31,7 @@ is below the smallest float anyway.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -42,7 +43,17 @@ from jax import lax
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut.terms._term import Term
-from pergrad._ir import Env, Weights, accumulation_dtype, distinct, product, read, weigh, weigh_factors
+from pergrad._ir import (
+    Env,
+    Weights,
+    accumulation_dtype,
+    distinct,
+    full_precision,
+    product,
+    read,
+    weigh,
+    weigh_factors,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +82,8 @@ class Product(Term):
 
     def form(self, env: Env) -> None:
         x, d = (read(env, v) for v in self.eqn.invars)
-        env[self.out] = self._product(x, d, self.eqn.params["preferred_element_type"], examples=0)
+        dtype, precision = (self.eqn.params[k] for k in ("preferred_element_type", "precision"))
+        env[self.out] = self._product(x, d, dtype, examples=0, precision=precision)
 
     def sum(self, env: Env, w: Weights) -> jax.Array:
         return self.sum_of(*self.read(env), w)
@@ -81,18 +93,24 @@ class Product(Term):
         x, d = (read(env, v) for v in self.eqn.invars)
         return x, d
 
-    def sum_of(self, x: jax.Array, d: jax.Array, w: Weights) -> jax.Array:
-        """sum_i w_i X_i^T D_i, in float32 at least, from factors [B, ...]."""
+    def sum_of(self, x: jax.Array, d: jax.Array, w: Weights, *, in_full: bool = False) -> jax.Array:
+        """sum_i w_i X_i^T D_i, in float32 at least, from factors [B, ...].
+
+        The product has the precision of the equation. With `in_full` no digits of the factors are lost
+        that the gradient's own factors, or their squares, can have.
+        """
         dtype = accumulation_dtype(aval(self.out).dtype)
+        precision = self.eqn.params["precision"]
+        if in_full:
+            precision = full_precision(precision, *(aval(v).dtype for v in self.eqn.invars))
+        product = functools.partial(self._product, dtype=dtype, examples=1, precision=precision)
         if isinstance(w, jax.Array):
-            x, d = weigh_factors(x.astype(dtype), d.astype(dtype), w)
-            return self._product(x, d, dtype, examples=1)
+            return product(*weigh_factors(x.astype(dtype), d.astype(dtype), w))
         # If all examples have the same weight, the smallest of the two factors and the product is
         # multiplied by it, but no half-precision factor is.
         if self.size <= min(x.size, d.size) or x.dtype != dtype:
-            return weigh(self._product(x, d, dtype, examples=1), w)
-        x, d = (weigh(x, w), d) if x.size <= d.size else (x, weigh(d, w))
-        return self._product(x, d, dtype, examples=1)
+            return weigh(product(x, d), w)
+        return product(weigh(x, w), d) if x.size <= d.size else product(x, weigh(d, w))
 
     def split(self, env: Env) -> list[jax.Array]:
         contracted, _ = self.eqn.params["dimension_numbers"]
@@ -160,7 +178,7 @@ class Product(Term):
         _, batched = self.eqn.params["dimension_numbers"]
         return 0, *(a + 1 for a in batched[operand])
 
-    def _product(self, x: Any, d: Any, dtype: Any, *, examples: int) -> jax.Array:
+    def _product(self, x: Any, d: Any, dtype: Any, *, examples: int, precision: Any) -> jax.Array:
         """X^T D of one example (`examples=0`), or its sum over an example axis in front (`examples=1`).
 
         If the contracted axes come first in both factors, they are merged into one, which costs nothing.
@@ -173,7 +191,7 @@ class Product(Term):
             positions = math.prod(x.shape[: len(xc)])
             x, d = (a.reshape(positions, *a.shape[len(xc) :]) for a in (x, d))
             xc, dc = (0,), (0,)
-        return product(x, d, ((xc, dc), (xb, db)), dtype, self.eqn.params["precision"])
+        return product(x, d, ((xc, dc), (xb, db)), dtype, precision)
 
 
 def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
