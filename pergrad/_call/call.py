@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from pergrad._call.results import Results
 from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
-from pergrad._plan import Plan, Schedule, describe, make_schedule
+from pergrad._plan import Plan, Schedule, activations, describe, make_schedule
 from pergrad._run import part_of_all, run, run_last
 from pergrad._statistics import Phase, Quantity
 from pergrad._trace import Program, trace
@@ -187,12 +188,12 @@ class Call:
             wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, self.size))
             cut = make_cut(hoist(program, wanted), wanted)
             return cut, make_schedule(
-                cut, self.paths, self.wanted, self.size, microbatch_size, request.forced
+                cut, self.paths, self.wanted, self.size, microbatch_size, request.forced, room
             )
 
-        microbatch_size = request.microbatch_size
+        microbatch_size, room = request.microbatch_size, math.inf
         if microbatch_size is None and self._clips_layers(program):
-            microbatch_size = "auto"
+            microbatch_size, room = "auto", self._bytes_of_grad(program)
         cut, schedule = scheduled(microbatch_size)
         if microbatch_size == "auto" and schedule.microbatch_size == 1:
             return scheduled(1)
@@ -202,10 +203,16 @@ class Call:
         """Whether gradients of layers in a loop are clipped.
 
         Clipping needs the factors of all layers after the loop. Those of all examples at once would take
-        several times the memory of `jax.grad`, which the loop keeps low.
+        several times the memory of `jax.grad`, which the loop keeps low. So as many examples run at a
+        time as take no more memory than that, or fewer if that is faster.
         """
         clipped = [i for i, own in enumerate(self.wanted) if any(s.phase is Phase.CLIPPED for s in own)]
         return bool(clipped) and leave_loops(program, clipped)
+
+    def _bytes_of_grad(self, program: Program) -> float:
+        """The temporary memory of `jax.grad` of the whole batch."""
+        sums = Wanted(tuple(range(len(self.paths))), split=False, together=True)
+        return activations(make_cut(hoist(program, sums), sums), self.size)
 
     def _check_direction(self, direction: Any) -> list[jax.Array]:
         """The direction as one array for each parameter."""

@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pergrad._compat import ClosedJaxpr, JaxprEqn, Var, aval, drop_dead_code
 from pergrad._cut.examples import Examples
@@ -43,6 +44,7 @@ from pergrad._ir import (
     ADDITIONS,
     Env,
     Weights,
+    backend,
     counts,
     distinct,
     evaluate,
@@ -149,7 +151,10 @@ class _Formed(Units):
             values = {v: g for v, g in zip(self.whole.grads, gs, strict=True) if isinstance(v, Var)}
             return [values[v] for v in self.tail.factors]
 
-        formed = jax.vmap(factors, axis_size=examples.size)(examples.factors)
+        if examples.size > 1 and examples.factors and not backend.backend().batches_products:
+            formed = lax.map(factors, examples.factors)
+        else:
+            formed = jax.vmap(factors, axis_size=examples.size)(examples.factors)
         return dataclasses.replace(examples, factors=formed, constants=[])
 
 

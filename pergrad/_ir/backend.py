@@ -66,6 +66,11 @@ class Backend:
         return self.name.partition(":")[0]
 
     @property
+    def batches_products(self) -> bool:
+        """Whether one batched product is as fast as many products one after the other."""
+        return self.stream_size > 0
+
+    @property
     def working_set(self) -> float:
         """How many bytes the activations of a microbatch may take."""
         return WORKING_SHARE * self.memory

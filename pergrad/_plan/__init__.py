@@ -11,6 +11,7 @@ from pergrad._plan.backbone import equations_of as equations_of
 from pergrad._plan.choose import Choice as Choice
 from pergrad._plan.choose import Forced as Forced
 from pergrad._plan.choose import TailPlan as TailPlan
+from pergrad._plan.microbatch import activations as activations
 from pergrad._plan.plan import Plan as Plan
 from pergrad._plan.plan import describe as describe
 from pergrad._plan.schedule import Schedule as Schedule

@@ -104,7 +104,7 @@ def _choices(
         alone = None if statistic.shares_weights else statistic
         together.setdefault((statistic.phase, statistic.unit, alone), []).append(statistic)
     clips = any(statistic.phase is Phase.CLIPPED for statistic in statistics)
-    may_form_once = size == 1 and forced.strategy is None and clips
+    may_form_once = clips and forced.strategy is None and _may_be_kept(tail, size, device)
     choices: list[Choice] = []
     for (_, unit, _), own in together.items():
         accumulators = sum(statistic.accumulates for statistic in own)
@@ -112,6 +112,17 @@ def _choices(
             work = Work.of(units, size, accumulators, device)
             choices += _choose_for(work, own, forced, may_form_once)
     return _formed_once(tail, choices) if may_form_once else tuple(choices)
+
+
+def _may_be_kept(tail: Tail, size: int, device: Backend) -> bool:
+    """Whether the gradients of `size` examples may be kept until all norms are known.
+
+    They may if there is one example, or if they take no more memory than their factors, which would be
+    kept instead.
+    """
+    (units,) = units_of(tail, "example")
+    work = Work.of(units, size, 1, device)
+    return size == 1 or size * work.gradient <= work.factors
 
 
 def _choose_for(
@@ -197,8 +208,8 @@ def _is_norm(statistic: LeafStatistic) -> bool:
 def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
     """The choices, changed so that the norm and the clipped mean share the gradients that are formed.
 
-    With a microbatch of one, the gradient formed for the norm is reused for the clipped mean. If no
-    gradient is formed for the norm, nothing changes.
+    The gradients formed for the norm are reused for the clipped mean. If none are formed for the norm,
+    nothing changes.
     """
     norms = [c for c in choices if c.strategy.forms_gradients and any(map(_is_norm, c.statistics))]
     if not norms:

@@ -73,10 +73,12 @@ def choose_microbatch_size(
     batch_size: int,
     device: Backend,
     planned: Callable[[int], Sequence[TailPlan]],
+    room: float,
 ) -> int:
     """The divisor of the batch size with the least price, among those whose activations fit.
 
-    `planned(size)` gives the plans of all tails for `size` examples at a time.
+    `planned(size)` gives the plans of all tails for `size` examples at a time. `room` is how many bytes
+    the activations may take at the most.
     """
     eqns = equations_of(cut)
     a = activations(cut, 2) - activations(cut, 1)
@@ -110,7 +112,7 @@ def choose_microbatch_size(
         return price + (clipping(m) if clips else 0)
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
-    return min([m for m in divisors if m * a <= device.working_set] or [1], key=seconds)
+    return min([m for m in divisors if m * a <= min(device.working_set, room)] or [1], key=seconds)
 
 
 def _bytes_of_states(statistics: Sequence[LeafStatistic], grad: Atom) -> int:

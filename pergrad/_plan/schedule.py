@@ -46,8 +46,12 @@ def make_schedule(
     batch_size: int,
     microbatch_size: int | str | None,
     forced: Forced,
+    room: float = math.inf,
 ) -> Schedule:
-    """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter."""
+    """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter.
+
+    With `microbatch_size="auto"`, the activations of a microbatch take at most `room` bytes.
+    """
     device = backend.backend()
 
     @functools.cache
@@ -55,7 +59,7 @@ def make_schedule(
         return tuple(choose(tail, wanted, size, device, forced) for tail in cut.all_tails())
 
     if microbatch_size == "auto":
-        microbatch_size = choose_microbatch_size(cut, wanted, batch_size, device, planned)
+        microbatch_size = choose_microbatch_size(cut, wanted, batch_size, device, planned, room)
     assert not isinstance(microbatch_size, str)
     group_size = math.lcm(*(s.unit for own in wanted for s in own if isinstance(s.unit, int)))
     at_once = min(batch_size, microbatch_size or batch_size)

@@ -97,7 +97,7 @@ class Streamed(FormingStrategy):
     def fitted(self, work: Work, at_a_time: int | None) -> Streamed:
         block = _liked_block(work)
         at_a_time = at_a_time or (_liked_at_a_time(work) if block is None else 1)
-        return Streamed(max(1, min(at_a_time, work.size)), work.device.stream_size > 0, block)
+        return Streamed(max(1, min(at_a_time, work.size)), work.device.batches_products, block)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         # The factors enter the loop without their axes of length 1. XLA might have placed these axes
