@@ -98,6 +98,20 @@ MUTANTS = (
         cases("mlp"),
     ),
     Mutant(
+        "Centred, from products",
+        "pergrad/_strategies/centred.py",
+        "m2 = squares - share * jnp.square(mean)",
+        "m2 = squares - jnp.square(mean)",
+        ("tests/strategies/test_precision.py", "-k", "from_products"),
+    ),
+    Mutant(
+        "Centred, digits that are lost",
+        "pergrad/_strategies/centred.py",
+        "jnp.all(squares <= MOST_LOST * m2)",
+        "jnp.any(squares <= jnp.inf)",
+        ("tests/strategies/test_precision.py", "-k", "mean_is_large and centred"),
+    ),
+    Mutant(
         "InnerProducts",
         "pergrad/_strategies/gram.py",
         "square = jnp.square(tail.similarity(env, x.dtype))",
@@ -122,6 +136,20 @@ MUTANTS = (
         "gs, w = gradients(factors), examples.weights if w is None else w",
         "gs, w = gradients(factors), examples.total / examples.size",
         cases("mlp", "transformer"),
+    ),
+    Mutant(
+        "Streamed, in blocks",
+        "pergrad/_strategies/streamed.py",
+        "return lax.dynamic_update_slice_in_dim(x, end, first, axis.axis) if x.ndim else end",
+        "return lax.dynamic_update_slice_in_dim(x, end, 0, axis.axis) if x.ndim else end",
+        ("tests/library/test_cases.py", "-k", "in_blocks"),
+    ),
+    Mutant(
+        "Lookups that come early",
+        "pergrad/_trace/lookups.py",
+        "return lax.sub(x, lax.broadcast_in_dim(number, jnp.shape(x), axes))",
+        "return lax.add(x, lax.broadcast_in_dim(number, jnp.shape(x), axes))",
+        ("tests/trace/test_lookups.py",),
     ),
     Mutant(
         "Sparse",
