@@ -276,6 +276,7 @@ def bench(
     peak: tuple[TaskName, ...] = ("moments",),
     rates: bool = False,
     target: TargetName | None = None,
+    ours: bool = False,
     out: Path = Path("bench"),
 ) -> None:
     """Measure what statistics cost on this machine.
@@ -294,6 +295,7 @@ def bench(
         peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
         rates: measure the rates that the plan prices strategies with, in place of statistics.
         target: compile for this chip and judge the compiled programs; nothing runs.
+        ours: leave out other packages and `vmap(grad)`, which take most of the time.
         out: where `results.json` and the figures go, or `rates.json`, or a target's `tpu-v5e.json`.
     """
     if rates:
@@ -304,7 +306,7 @@ def bench(
     if target:
         if parts:
             raise LabError("--target compiles models, and has no parts.")
-        _bench_target(target, (*cases, loss) if loss else cases, tasks, out)
+        _bench_target(target, (*cases, loss) if loss else cases, tasks, ours, out)
         return
     if large := [name for name in cases if name in get_args(LargeName)]:
         raise LabError(f"{', '.join(large)}: too large to run here. With --target it is compiled.")
@@ -315,7 +317,7 @@ def bench(
     settings = run.Settings(rounds, budget, peak)
     every = run.run(
         wanted,
-        lambda item: run.measure(item, settings),
+        lambda item: run.measure(item, settings, ours=ours),
         run.about(settings),
         out / "results.json",
     )
@@ -347,7 +349,7 @@ def _bench_rates(rounds: int, budget: float, out: Path) -> None:
 
 
 def _bench_target(
-    target: TargetName, names: Sequence[str], wanted: Sequence[TaskName], out: Path
+    target: TargetName, names: Sequence[str], wanted: Sequence[TaskName], ours: bool, out: Path
 ) -> None:
     from pergrad.lab.bench import compilers, run, tables
     from pergrad.lab.bench import target as targets
@@ -357,7 +359,7 @@ def _bench_target(
     path = out / f"{target.replace(':', '-')}.json"
     every = run.run(
         targets.items(names, wanted),
-        lambda item: targets.measure(item, target),
+        lambda item: targets.measure(item, target, ours=ours),
         targets.about(target),
         path,
     )

@@ -27,7 +27,8 @@ from pergrad.lab.config import Train
 class ProgressBar:
     """Shows what a run does before its first step, then its loss, speed, price and the time left.
 
-    The price is the time of the statistics as a multiple of that of `jax.grad`, measured at the start.
+    The price is the time of the statistics as a multiple of that of `jax.grad`, measured at the start
+    (see `Observer.start`).
     In a terminal the work before the first step has a spinner; elsewhere each piece of it is a line.
     """
 
@@ -61,7 +62,7 @@ class ProgressBar:
     def _measured(self, price: Callable[[], float]) -> str:
         self.doing("compiling the statistics and jax.grad, to compare their times")
         measured = price()
-        self.say(f"statistics and mean gradient take {measured:.2f} x jax.grad (measured)")
+        self.say(f"statistics and mean gradient take {measured:.2f} x jax.grad at its best (measured)")
         return f"{measured:.2f} x grad"
 
     def _show(self) -> Progress:

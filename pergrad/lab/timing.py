@@ -176,12 +176,16 @@ def time_all(
 
 
 def ratio(
-    candidate: Callable[..., Any], floor: Callable[..., Any], *args: Any, rounds: int = 5
+    candidate: Callable[..., Any], floors: Sequence[Callable[..., Any]], *args: Any, rounds: int = 5
 ) -> float:
-    """The time of a candidate as a multiple of that of `floor`, both jitted, by their fastest runs."""
-    executables = {"floor": compile_one(floor, *args), "candidate": compile_one(candidate, *args)}
-    first, second = time_all(executables, *args, rounds=rounds, say=silent)
-    return second.minimum / first.minimum
+    """The time of a candidate as a multiple of that of the fastest of `floors`, by their fastest runs.
+
+    All of them are jitted.
+    """
+    functions = {"candidate": candidate} | {f"floor {i}": floor for i, floor in enumerate(floors)}
+    executables = {name: compile_one(function, *args) for name, function in functions.items()}
+    first, *others = time_all(executables, *args, rounds=rounds, say=silent)
+    return first.minimum / min(result.minimum for result in others)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -47,7 +47,7 @@ def test_the_bar_measures_the_price(config, tmp_path, monkeypatch):
     train.train(config, tmp_path / "watched", bar)
     bar.close()
     shown = console.file.getvalue()  # type: ignore
-    assert "1.04 x jax.grad (measured)" in shown
+    assert "1.04 x jax.grad at its best (measured)" in shown
     last = [line for line in re.split(r"[\r\n]", shown) if "2/2" in line][-1]
     assert "loss" in last and "tokens/s 1.04 x grad" in last and "00:00" in last
     assert len(measured) == 1 and 0 < measured[0] < math.inf

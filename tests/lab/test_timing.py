@@ -65,17 +65,21 @@ def test_who_is_told(capsys):
 
 
 def test_ratio(monkeypatch, capsys):
-    """Each counts by the fastest of its runs after the warm-up: the sine by 3 s, the cosine by 2 s."""
-    sine, cosine = 0.0, 1.0  # the results at zero, which tell the clock who runs
-    clock = {sine: iter([1.0, 3.0, 9.0]), cosine: iter([0.5, 4.0, 2.0])}
+    """Each counts by the fastest of its runs after the warm-up: 3 s, 2 s and 5 s."""
+    sine, cosine, other = 0.0, 1.0, 2.0  # the results at zero, which tell the clock who runs
+    clock = {
+        sine: iter([1.0, 3.0, 9.0]),
+        cosine: iter([0.5, 4.0, 2.0]),
+        other: iter([9.0, 5.0, 5.0]),
+    }
 
     def run(executable: Any, args: Any) -> tuple[float, Any]:
         result = executable.run(*args)
         return next(clock[float(result)]), result
 
     monkeypatch.setattr(timing, "_run", run)
-    assert timing.ratio(jnp.sin, jnp.cos, jnp.zeros(()), rounds=2) == 3 / 2
-    assert [list(left) for left in clock.values()] == [[], []]
+    assert timing.ratio(jnp.sin, [jnp.cos, lambda x: x + 2], jnp.zeros(()), rounds=2) == 3 / 2
+    assert [list(left) for left in clock.values()] == [[], [], []]
     assert capsys.readouterr().err == ""
 
 

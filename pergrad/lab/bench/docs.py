@@ -5,13 +5,15 @@
     pergrad bench --parts compile --out docs/benchmarks/compile
     python -m pergrad.lab.bench.torch_side_by_side --out docs/benchmarks/torch.json
     pergrad bench --target tpu:v5e --out docs/benchmarks
+    pergrad bench --target tpu:v5p --cases large_transformer_scanned --ours --out docs/benchmarks
     python -m pergrad.lab.bench.docs
 
 After a change that concerns few models, measure those again, and put their rows in the place of the old
 ones. The pages then name the commit of each:
 
     pergrad bench --cases transformer_scanned --tasks moments --out again
-    python -m pergrad.lab.bench.docs again/results.json
+    pergrad bench --target tpu:v5e --cases transformer_scanned --tasks moments --out again
+    python -m pergrad.lab.bench.docs again/results.json again/tpu-v5e.json
 
 A page has a comment where a table begins, `<!-- bench: NAME -->`, and one where it ends, `<!-- end -->`.
 This command writes the text between them, from the JSON files in docs/benchmarks, and draws the figures
@@ -20,6 +22,7 @@ beside those files again.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -51,16 +54,29 @@ LOGS = {
     "compile": NUMBERS / "compile" / "results.json",
     "torch": NUMBERS / "torch.json",
     "target": NUMBERS / "tpu-v5e.json",
+    "v5p": NUMBERS / "tpu-v5p.json",
+    "v6e": NUMBERS / "tpu-v6e.json",
+    "h100": NUMBERS / "gpu-h100.json",
 }
+# Chips for which only some of the models are compiled, without other packages.
+FURTHER = {"v5p": "v5p", "v6e": "v6e", "h100": "H100"}
 AGAIN = "measured_at"  # in a row that was measured again: the commit of pergrad
 COMMAND = "pergrad bench --parts"
 FIGURES = "{figures}"  # stands for the path of the figures from the page
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
+TITLES: dict[str, str] = {**cases.TITLES}
+EVERY_TITLE: dict[str, str] = {**cases.TITLES, **cases.LARGE_TITLES}
 OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
 RIVALS = {ACCUMULATED: "accumulated `grad`", VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
 # What the README shows of the CPU and of the TPU, beside each other.
-SHOWN = {VMAP: "`vmap(grad)`", MICRO_GRAD: "`micro_grad`", PERGRAD: "pergrad", AUTO: '`"auto"`'}
+SHOWN = {
+    FLOOR: "`grad`",
+    VMAP: "`vmap(grad)`",
+    MICRO_GRAD: "`micro_grad`",
+    PERGRAD: "pergrad",
+    AUTO: '`"auto"`',
+}
 COLUMNS: dict[str, dict[str, str]] = {
     "moments": RIVALS | OURS,
     "norms": RIVALS | OURS,
@@ -80,44 +96,79 @@ TORCH: dict[str, dict[str, str]] = {
 
 def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     """The text of each block, by its name, from the logs that are there (see `LOGS`)."""
-    found = {}
-    titles: dict[str, str] = {**cases.TITLES}
-    if "models" in logs:
-        rows = logs["models"]["results"]
-        for task, names in COLUMNS.items():
-            own = of_task(rows, task)
-            found[task] = tables.markdown(columns(own, names), titles)
-            if task == "moments":
-                shown = {column.candidate: column.title for column in columns(own, names)}
-                found["process"] = tables.in_processes(own, titles, {FLOOR: "`jax.grad`"} | shown)
-        found["measured"] = measured(f"{COMMAND} models", logs["models"])
-        found |= links(rows, FIGURES)
-    if "target" in logs:
-        rows = logs["target"]["results"]
-        everything = titles | cases.LARGE_TITLES
-        for task, names in COLUMNS.items():
-            if own := of_task(rows, task):
-                found[f"target_{task}"] = tables.markdown(columns(own, names), everything)
-        found["target_compiled"] = compiled(logs["target"])
+    makers = {
+        "models": _of_models,
+        "target": _of_target,
+        "growth": _of_growth,
+        "compile": _of_compilation,
+        "torch": _of_torch,
+    }
+    found: dict[str, str] = {}
+    for name, make in makers.items():
+        if name in logs:
+            found |= make(logs[name])
+    found |= _of_further({name: log for name, log in logs.items() if name in FURTHER})
     if "models" in logs and "target" in logs:
         run, only_compiled = (of_task(logs[name]["results"], "moments") for name in ("models", "target"))
         beside = columns(run, SHOWN, "CPU, ") + columns(only_compiled, SHOWN, "TPU, ")
-        found["beside"] = tables.markdown(beside, titles)
-    if "growth" in logs:
-        found["growth_measured"] = measured(f"{COMMAND} growth", logs["growth"])
-        found |= links(logs["growth"]["results"], f"{FIGURES}/growth")
-    if "compile" in logs:
-        rows = logs["compile"]["results"]
-        found["compile"] = tables.building(rows, titles)
-        found["compile_measured"] = measured(f"{COMMAND} compile", logs["compile"], "builds")
-        found |= links(rows, f"{FIGURES}/compile")
-    if "torch" in logs:
-        rows = logs["torch"]["results"]
-        in_torch = {row["case"]: torch_title(row["case"]) for row in rows}
-        for task, names in TORCH.items():
-            found[f"torch_{task}"] = tables.markdown(columns(of_task(rows, task), names), in_torch)
-        found["torch_measured"] = measured("make bench-torch", logs["torch"])
-        found["torch_left_out"] = left_out(rows)
+        found["beside"] = tables.markdown(tuned(beside), EVERY_TITLE)
+    return found
+
+
+def _of_models(log: Mapping[str, Any]) -> dict[str, str]:
+    found, rows = {}, log["results"]
+    for task, names in COLUMNS.items():
+        found[task] = tables.markdown(columns(of_task(rows, task), names), TITLES)
+    moments, clipped = of_task(rows, "moments"), of_task(rows, "clipped")
+    shown = {column.candidate: column.title for column in columns(moments, COLUMNS["moments"])}
+    found["process"] = tables.in_processes(moments, TITLES, {FLOOR: "`jax.grad`"} | shown)
+    beside = columns(clipped, {FLOOR: "`grad`"} | COLUMNS["clipped"])
+    found["clipped_tuned"] = tables.markdown(tuned(beside), TITLES)
+    found["measured"] = measured(f"{COMMAND} models", log)
+    return found | links(rows, FIGURES)
+
+
+def _of_target(log: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for task, names in COLUMNS.items():
+        if own := of_task(log["results"], task):
+            found[f"target_{task}"] = tables.markdown(columns(own, names), EVERY_TITLE)
+    return found | {"target_compiled": compiled(log)}
+
+
+def _of_further(logs: Mapping[str, Any]) -> dict[str, str]:
+    found, shown = {}, {ACCUMULATED: "accumulated `grad`"} | OURS
+    for task in COLUMNS:
+        each = [
+            column
+            for name, log in logs.items()
+            for column in columns(of_task(log["results"], task), shown, f"{FURTHER[name]}, ")
+        ]
+        if any(column.rows for column in each):
+            found[f"further_{task}"] = tables.markdown(each, EVERY_TITLE)
+    found["further_compiled"] = "\n".join(f"- {compiled(log)}" for log in logs.values())
+    return found
+
+
+def _of_growth(log: Mapping[str, Any]) -> dict[str, str]:
+    sentence = measured(f"{COMMAND} growth", log)
+    return {"growth_measured": sentence} | links(log["results"], f"{FIGURES}/growth")
+
+
+def _of_compilation(log: Mapping[str, Any]) -> dict[str, str]:
+    found = {
+        "compile": tables.building(log["results"], TITLES),
+        "compile_measured": measured(f"{COMMAND} compile", log, "builds"),
+    }
+    return found | links(log["results"], f"{FIGURES}/compile")
+
+
+def _of_torch(log: Mapping[str, Any]) -> dict[str, str]:
+    rows = log["results"]
+    in_torch = {row["case"]: torch_title(row["case"]) for row in rows}
+    found = {"torch_measured": measured("make bench-torch", log), "torch_left_out": left_out(rows)}
+    for task, names in TORCH.items():
+        found[f"torch_{task}"] = tables.markdown(columns(of_task(rows, task), names), in_torch)
     return found
 
 
@@ -137,10 +188,29 @@ def columns(rows: Sequence[Row], names: Mapping[str, str], before: str = "") -> 
     ]
 
 
+def tuned(columns: Iterable[Column]) -> list[Column]:
+    """The columns with times as multiples of the fastest way to the mean gradient alone.
+
+    There is none for accumulated gradients, which are that way or are slower than `jax.grad`.
+    """
+    others = (column for column in columns if column.candidate != ACCUMULATED)
+    return [dataclasses.replace(column, ratio="tuned") for column in others]
+
+
 def compiled(log: Mapping[str, Any]) -> str:
     """A sentence on how programs were compiled: the command and the versions."""
     target = log["about"]["target"]
-    return f"`pergrad bench --target {target}`, compiled for, not run on; {versions(log)}."
+    return f"`pergrad bench --target {target}`, compiled for, not run on; {versions(log)}{later(log)}."
+
+
+def later(log: Mapping[str, Any]) -> str:
+    """Which comparisons of a log are of another commit of pergrad than the log, and of which."""
+    again: dict[str, list[str]] = {}
+    for row in log["results"]:
+        if AGAIN in row:
+            again.setdefault(row[AGAIN], []).append(f"{row['case']}, {row['task']}")
+    each = (f"; pergrad {at}: {'; '.join(dict.fromkeys(those))}" for at, those in again.items())
+    return "".join(each)
 
 
 def versions(log: Mapping[str, Any]) -> str:
@@ -168,9 +238,7 @@ def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str
     machine = log["about"]["machine"]
     how = f"at most {log['about']['settings'][times]} {times}"
     where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
-    again = {(row["case"], row["task"]): row[AGAIN] for row in log["results"] if AGAIN in row}
-    later = "".join(f"; {case}, {task}: pergrad {at}" for (case, task), at in again.items())
-    return f"`{command}`, the fastest of {how} on {where}; {versions(log)}{later}."
+    return f"`{command}`, the fastest of {how} on {where}; {versions(log)}{later(log)}."
 
 
 def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +253,7 @@ def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]
     measured_again = {(row["part"], row["case"], row["task"]) for row in newer["results"]}
     kept = [r for r in log["results"] if (r["part"], r["case"], r["task"]) not in measured_again]
     rows = kept + [{**row, AGAIN: at} for row in newer["results"]]
-    order = {name: place for place, name in enumerate([*cases.CASES, *tasks.TASKS])}
+    order = {name: place for place, name in enumerate([*EVERY_TITLE, *tasks.TASKS])}
     rows.sort(key=lambda row: (order[row["case"]], order[row["task"]]))
     return {"about": log["about"], "results": rows}
 
@@ -212,14 +280,18 @@ def logs() -> dict[str, Any]:
 
 
 def main() -> None:
-    for newer in sys.argv[1:]:
-        path = LOGS["models"]
-        records.write_json(path, replaced(records.read_json(path), records.read_json(Path(newer))))
+    for name in sys.argv[1:]:
+        newer = records.read_json(Path(name))
+        target = newer["about"].get("target")
+        path = NUMBERS / f"{target.replace(':', '-')}.json" if target else LOGS["models"]
+        if path.exists():
+            newer = replaced(records.read_json(path), newer)
+        records.write_json(path, newer)
     there = logs()
     found = blocks(there)
     for page in PAGES:
         page.write_text(fill(page, found))
-    for name in there.keys() - {"torch", "target"}:
+    for name in there.keys() - {"torch", "target", *FURTHER}:
         drawings.write(there[name]["results"], LOGS[name].parent)
 
 

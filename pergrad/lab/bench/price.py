@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pergrad as pg
-from pergrad.lab import timing
+from pergrad.lab import floor, timing
 from pergrad.lab.bench import tasks
 from pergrad.lab.bench.tasks import AUTO, FLOOR, FLOORS, PERGRAD, SIZED, Loss, Task, Tree
 from pergrad.lab.errors import LabError
@@ -74,7 +74,7 @@ def build(
     for name in names:
         if not tasks.is_installed(name):
             left_out[name] = "not installed"
-        elif name == AUTO and auto_size(loss, task, params, batch) == examples(batch):
+        elif name == AUTO and auto_size(loss, task, params, batch) == floor.examples(batch):
             left_out[name] = "all at once"
         else:
             try:
@@ -107,14 +107,7 @@ def auto_size(loss: Loss, task: Task, params: Tree, batch: Any) -> int:
 
 def sizes(name: str, batch: Any) -> list[str]:
     """The names of a candidate with the microbatch sizes 1, 2, 4, ... that divide the batch."""
-    whole = examples(batch)
-    powers = [2**k for k in range(whole.bit_length())]
-    return [f"{name}{tasks.MICROBATCH}{size}" for size in powers if whole % size == 0]
-
-
-def examples(batch: Any) -> int:
-    """How many examples a batch has."""
-    return len(jax.tree.leaves(batch)[0])
+    return [f"{name}{tasks.MICROBATCH}{size}" for size in floor.sizes(batch)]
 
 
 def largest_difference(

@@ -142,9 +142,9 @@ def _item(row: Row) -> Item:
     return Item(**{field.name: row[field.name] for field in dataclasses.fields(Item)})
 
 
-def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
-    """The rows of one comparison that `items` lists."""
-    names = None
+def measure(item: Item, settings: Settings, *, ours: bool = False, say: Say = to_stderr) -> list[Row]:
+    """The rows of one comparison that `items` lists. With `ours` models leave other packages out."""
+    names: tuple[str, ...]
     match item.part:
         case "growth":
             workload, names = _grown(item, cases.GROWTH), (FLOOR, VMAP, MICRO_GRAD, PERGRAD)
@@ -153,6 +153,7 @@ def measure(item: Item, settings: Settings, say: Say = to_stderr) -> list[Row]:
             return _compiled(item, workload, settings, say)
         case _:
             workload = cases.workload(item.case)
+            names = tasks.names(workload.task(item.task), ours=ours)
     args = workload.loss, workload.task(item.task), workload.params, workload.batch
     found = price.measure(
         *args,

@@ -144,9 +144,15 @@ def _cells_of_target(row: Row) -> list[str]:
 
 
 def _notes_on_target(rows: Sequence[Row]) -> list[str]:
-    """Which instructions the time does not wholly include, by their names without numbers."""
+    """Which instructions the time does not wholly include, and what conditionals make of it.
+
+    Instructions are shown by their names without numbers.
+    """
     notes = []
     for row in measured(rows):
+        if _has_conditional(row):
+            least = 1e3 * row["least_seconds"]
+            notes.append(f"{row['candidate']}: {least:.3g} ms with the cheapest branch of conditionals")
         if unknown := dict.fromkeys(name.split(".")[0] for name in row.get("unknown", ())):
             notes.append(f"without an estimate in {row['candidate']}: {', '.join(unknown)}")
     return notes
@@ -173,37 +179,46 @@ TARGET = Columns(
 )
 
 
+def _has_conditional(row: Row) -> bool:
+    """Whether the time of a compiled program depends on the branches that its conditionals take."""
+    return row.get("least_seconds", math.inf) < 0.995 * row.get("seconds", 0)
+
+
 def measured(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "left_out" not in row]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table in Markdown: a candidate's name without its size, and where its rows are."""
+    """A column of a table in Markdown: a candidate's name without its size, and where its rows are.
+
+    `ratio` says which of the ratios of a row is the time: "time" or "tuned".
+    """
 
     title: str
     candidate: str
     rows: Sequence[Row]
+    ratio: str = "time"
 
 
 def markdown(columns: Sequence[Column], titles: Mapping[str, str]) -> str:
-    """One task, a line for each model: time and (temporary memory), as multiples of the floor's.
+    """One task, a line for each model: time and (temporary memory), as multiples of a floor's.
 
     `titles` are the models to show, by case.
     """
     lines = [["model", *(column.title for column in columns)]]
     for case, title in titles.items():
         cells = [
-            _cell([row for row in column.rows if row["case"] == case], column.candidate)
-            for column in columns
+            _cell([row for row in column.rows if row["case"] == case], column) for column in columns
         ]
         if any(cells):
             lines.append([title, *cells])
     return _pipes(lines)
 
 
-def _cell(rows: Sequence[Row], name: str) -> str:
-    own = [row for row in rows if name in (row["candidate"], _without_number(row["candidate"]))]
+def _cell(rows: Sequence[Row], column: Column) -> str:
+    names = {row["candidate"]: _without_number(row["candidate"]) for row in rows}
+    own = [row for row in rows if column.candidate in (row["candidate"], names[row["candidate"]])]
     if not own:
         return ""
     (row,) = own
@@ -213,7 +228,13 @@ def _cell(rows: Sequence[Row], name: str) -> str:
         return "out of memory"
     memory = row["ratios"].get("memory")
     said = "" if memory is None or math.isnan(memory) else f" ({short(memory)})"
-    return short(row["ratios"]["time"]) + said
+    ratio = row["ratios"].get(column.ratio, math.nan)
+    if math.isnan(ratio):  # rows that are older than the tuned floor
+        return ""
+    time = short(ratio)
+    if _has_conditional(row):
+        time = f"{short(ratio * row['least_seconds'] / row['seconds'])} to {time}"
+    return time + said
 
 
 def _without_number(name: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import pergrad as pg
+from pergrad.lab import floor
 from pergrad.lab.bench import cases, compilers, price, tables, tasks
 from pergrad.lab.bench.compiled import hlo, meter
 from pergrad.lab.bench.compiled.chips import CHIPS
@@ -32,6 +33,8 @@ class Judged:
     """What a program costs on a chip."""
 
     seconds: float
+    least_seconds: float
+    """The time if every conditional takes its cheapest branch, and not its most expensive one."""
     temp_bytes: float
     """What the compiler sets aside for intermediate results."""
     peak_bytes: float
@@ -52,9 +55,11 @@ def judge(candidate: Callable[..., Any], args: tuple[Any, ...], target: TargetNa
     """Compiles a function of abstract arguments for a target, for which pergrad plans in it."""
     chip = CHIPS[target]
     built = compilers.build(candidate, args, target)
-    cost = meter.cost(hlo.parse(built.text), chip)
+    program = hlo.parse(built.text)
+    cost = meter.cost(program, chip)
     return Judged(
         seconds=cost.seconds,
+        least_seconds=meter.cost(program, chip, branch=min).seconds,
         temp_bytes=built.temp_bytes,
         peak_bytes=built.peak_bytes,
         hbm_bytes=cost.hbm_bytes,
@@ -97,12 +102,12 @@ def about(target: TargetName) -> dict[str, Any]:
     return {"versions": versions, "target": target, "chip": dataclasses.asdict(CHIPS[target])}
 
 
-def measure(item: Item, target: TargetName, say: Say = to_stderr) -> list[Row]:
-    """The rows of one comparison, the floor first."""
+def measure(item: Item, target: TargetName, *, ours: bool = False, say: Say = to_stderr) -> list[Row]:
+    """The rows of one comparison, the floor first. With `ours` other packages are left out."""
     workload = cases.abstract(item.case)
     task = workload.task(item.task)
     head = {**dataclasses.asdict(item), "model": dict(workload.about)}
-    names = tasks.names(task)
+    names = tasks.names(task, ours=ours)
     return with_ratios([{**head, **_row(name, workload, task, target, say)} for name in names])
 
 
@@ -123,7 +128,7 @@ def _row(name: str, workload: cases.Workload, task: Task, target: TargetName, sa
         return tried(name)
     with pg.plan_for(target):
         size = price.auto_size(workload.loss, task, *args)
-    if size == price.examples(workload.batch):
+    if size == floor.examples(workload.batch):
         return {"candidate": name, "left_out": "all at once"}
     return tried(name) | {"microbatch_size": size}
 

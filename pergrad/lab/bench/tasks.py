@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 
 import pergrad as pg
+from pergrad.lab import floor
 from pergrad.lab.config import TaskName
 
 FLOOR = "jax.value_and_grad"
@@ -139,8 +140,11 @@ def of_one_position(task: Task) -> Task:
     return dataclasses.replace(task, reduce=_moments, one=_moments_of_one)
 
 
-def names(task: Task) -> tuple[str, ...]:
-    """The names of the candidates for a task, the floors first, without the sizes that `SIZED` need."""
+def names(task: Task, *, ours: bool = False) -> tuple[str, ...]:
+    """The names of the candidates for a task, the floors first, without the sizes that `SIZED` need.
+
+    With `ours` these are the floors and pergrad alone.
+    """
     can = {
         FLOOR: True,
         ACCUMULATED: True,
@@ -150,7 +154,8 @@ def names(task: Task) -> tuple[str, ...]:
         PERGRAD: True,
         AUTO: True,
     }
-    return tuple(name for name, does in can.items() if does)
+    wanted = (*FLOORS, PERGRAD) if ours else {family(name) for name in can}
+    return tuple(name for name, does in can.items() if does and family(name) in wanted)
 
 
 def is_installed(name: str) -> bool:
@@ -178,22 +183,10 @@ def _mean_gradient(loss: Loss, task: Task, size: str) -> Candidate:
 
 
 def _accumulated(loss: Loss, task: Task, size: str) -> Candidate:
-    """The mean gradient of `size` examples at a time, added up in a loop."""
-    value_and_grad = jax.value_and_grad(loss)
+    value_and_grad = floor.accumulated(loss, int(size))
 
     def run(params: Tree, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-        microbatches = jax.tree.map(lambda x: x.reshape(-1, int(size), *x.shape[1:]), batch)
-        rounds = len(jax.tree.leaves(microbatches)[0])
-
-        def add(total: Tree, microbatch: Any) -> tuple[Tree, None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
-
-        one = jax.tree.map(lambda x: x[0], microbatches)
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(value_and_grad, params, one)
-        )
-        total, _ = jax.lax.scan(add, zeros, microbatches)
-        value, gradient = jax.tree.map(lambda x: x / rounds, total)
+        value, gradient = value_and_grad(params, batch)
         return value, {"mean": gradient}
 
     return run

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 import pergrad as pg
-from pergrad.lab import timing
+from pergrad.lab import floor, timing
 from pergrad.lab.config import Train
 from pergrad.lab.run import data, devices, model, optimizers
 from pergrad.lab.run.devices import Place
@@ -27,6 +27,7 @@ from pergrad.lab.run.records import Run, plain, to_stderr
 
 VALIDATION_EXAMPLES = 256  # in each half of the validation data
 FETCHED = 20  # steps whose metrics are fetched together, so that not every step waits for the device
+PRICED = 3  # microbatch sizes of `jax.grad` that statistics are compared with: 1, 2 and 4 examples
 NOISE_DECAY = 0.9  # the decay of the noise diagnostics' averages, over one step in `noise_every`
 
 Tree = Any
@@ -56,7 +57,8 @@ class State(NamedTuple):
 class Observer(Protocol):
     """Something that watches a run, such as a progress bar.
 
-    `price()` measures the time of the statistics as a multiple of `jax.grad`'s. It takes a while, and
+    `price()` measures the time of the statistics as a multiple of that of `jax.grad`: of the whole batch
+    or of small microbatches whose gradients are added up, whichever is faster. It takes a while, and
     works only during `start`, since the first step donates the parameters. With several processes
     `price` is None: a measurement would need all of them, and only the first one is watched.
     """
@@ -170,8 +172,11 @@ def _price(
 ) -> Callable[[], float] | None:
     if jax.process_count() > 1:
         return None
-    first, mean = place.examples(problem.batches[0]), jax.value_and_grad(problem.loss)
-    return lambda: timing.ratio(compiled.stats, mean, params, first)
+    first, floors = place.examples(problem.batches[0]), [jax.value_and_grad(problem.loss)]
+    if place.mesh is None:
+        few = [size for size in floor.sizes(first)[:PRICED] if size < floor.examples(first)]
+        floors += [floor.accumulated(problem.loss, size) for size in few]
+    return lambda: timing.ratio(compiled.stats, floors, params, first)
 
 
 def parameters(config: Train, run_dir: Path) -> dict[int, Tree]:

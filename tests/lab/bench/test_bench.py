@@ -144,11 +144,11 @@ def test_bench(tmp_path, capsys, monkeypatch):
     left_out = [row for row in log["results"] if row["candidate"] == AUTO]
     assert len(left_out) == 5 and all(row["left_out"] == "all at once" for row in left_out)
 
-    monkeypatch.setattr(run, "measure", lambda *args: pytest.fail("it is there"))
+    monkeypatch.setattr(run, "measure", lambda *args, **options: pytest.fail("it is there"))
     assert cli.main(command) == 0
     assert json.loads((out / "results.json").read_text())["results"] == log["results"]
     monkeypatch.setattr(records, "versions", lambda: {"pergrad": "another commit"})
-    monkeypatch.setattr(run, "measure", lambda *args: [])
+    monkeypatch.setattr(run, "measure", lambda *args, **options: [])
     assert cli.main(command) == 0
     assert json.loads((out / "results.json").read_text())["results"] == []
 
@@ -368,7 +368,7 @@ def test_blocks(tmp_path):
         and "jax 1.2" in found["measured"]
     )
     assert found["target_compiled"].startswith("`pergrad bench --target tpu:v5e`, compiled for, not run")
-    assert "L22 V32768 |" in found["target_moments"] and "L22" not in found["beside"]
+    assert "L22 V32768 |" in found["target_moments"] and "L22 V32768 |" in again["beside"]
     assert "CPU, pergrad" in found["beside"] and "TPU, pergrad" in found["beside"]
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()

@@ -201,6 +201,7 @@ def test_the_fastest_size_that_fits():
 def test_the_table_of_a_target():
     rows = [FULL, a_row(f"{ACCUMULATED}, microbatch 2", 1.0), a_row(PERGRAD, 3.0, unknown=("sort.12",))]
     rows.append({"candidate": AUTO, "left_out": "all at once"})
+    rows[2] |= {"least_seconds": 1.5}
     file = io.StringIO()
     tables.show(Console(file=file), "title", target.with_ratios(rows), target.columns("gpu:h100"))
     shown = " ".join(file.getvalue().split())
@@ -208,6 +209,7 @@ def test_the_table_of_a_target():
     assert f"{PERGRAD} 3e+03 3.00 1.0 2 3" in shown
     assert f"without an estimate in {PERGRAD}: sort" in shown
     assert f"without {AUTO}: all at once" in shown
+    assert f"{PERGRAD}: 1.5e+03 ms with the cheapest branch of conditionals" in shown
     assert (
         "time: a roofline over the compiled kernels" in shown and "no estimate of the compiler" in shown
     )
@@ -236,13 +238,15 @@ def test_who_cannot_is_left_out(monkeypatch):
     def judge(candidate: Any, args: Any, on: TargetName) -> target.Judged:
         if "vmap_grad" in candidate.__qualname__:
             raise NotImplementedError("no such luck\nand more")
-        return target.Judged(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, {}, (), 0.1, 0.2)
+        return target.Judged(1.0, 0.5, 2.0, 3.0, 4.0, 5.0, 6.0, {}, (), 0.1, 0.2)
 
     monkeypatch.setattr(target, "judge", judge)
     item = run.Item("target", "mlp", "moments")
     rows = {row["candidate"]: row for row in target.measure(item, "tpu:v5e", timing.silent)}
     assert rows[VMAP]["left_out"] == "NotImplementedError: no such luck"
     assert rows[PERGRAD]["ratios"]["tuned"] == 1
+    ours = {row["candidate"] for row in target.measure(item, "tpu:v5e", timing.silent, ours=True)}
+    assert ours == {name for name in rows if tasks.family(name) in (*tasks.FLOORS, PERGRAD)}
     monkeypatch.setitem(tasks._MAKERS, PERGRAD, tasks._MAKERS[VMAP])
     with pytest.raises(NotImplementedError):  # it is what this is about
         target.measure(item, "tpu:v5e", timing.silent)

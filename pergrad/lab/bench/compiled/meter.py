@@ -6,7 +6,7 @@ says (`tpu`, `gpu`). Their sum over all rounds of all loops is the time of the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pergrad.lab.bench.compiled.chip import Chip
@@ -61,13 +61,19 @@ class Cost:
         return tuple(line.instruction.name for line in self.lines if not line.is_known)
 
 
-def cost(program: Program, chip: Chip) -> Cost:
-    """What a program costs on a chip."""
+def cost(program: Program, chip: Chip, branch: Callable[..., tuple[Line, ...]] = max) -> Cost:
+    """What a program costs on a chip.
+
+    Which branch of a conditional runs is not known before the program does. It counts as the branch that
+    takes longest, or with `branch=min` as the one that takes the least time.
+    """
     entry = program.computations[program.entry]
-    return Cost(tuple(_lines(Call(program, entry, ()), chip, 1)))
+    return Cost(tuple(_lines(Call(program, entry, ()), chip, 1, branch)))
 
 
-def _lines(call: Call, chip: Chip, times: int) -> Iterator[Line]:
+def _lines(
+    call: Call, chip: Chip, times: int, branch: Callable[..., tuple[Line, ...]]
+) -> Iterator[Line]:
     """All that is scheduled in a computation that runs `times` times."""
     program = call.program
     for instruction in call.computation:
@@ -77,16 +83,16 @@ def _lines(call: Call, chip: Chip, times: int) -> Iterator[Line]:
                 if loop.number is None:
                     yield Line(instruction, "while", times, 0.0, 0.0, 0.0, is_known=False)
                 body = Call(program, loop.body, (loop.carried,))
-                yield from _lines(body, chip, times * (1 if loop.number is None else loop.number))
+                number = 1 if loop.number is None else loop.number
+                yield from _lines(body, chip, times * number, branch)
             case "call" | "conditional":
                 branches = [
-                    tuple(_lines(Call(program, program.computations[name], ()), chip, times))
+                    tuple(_lines(Call(program, program.computations[name], ()), chip, times, branch))
                     for names in instruction.called.values()
                     for name in names
                     if name in program.computations
                 ]
-                # Which branch runs is not known before the program does: the one that takes longest.
-                yield from max(branches, key=lambda lines: Cost(lines).seconds)
+                yield from branch(branches, key=lambda lines: Cost(lines).seconds)
             case _ if not chip.is_free(instruction):
                 yield _line(call, instruction, chip, times)
 
