@@ -1,15 +1,16 @@
 """How many examples go through the model at a time with `microbatch_size="auto"`: the cheapest size.
 
 A batch has B examples, and a microbatch has m of them. An example has a bytes of activations.
-Parameters have p bytes, and the states of all statistics have q bytes. Products in loops of the model
-read r bytes of parameters, which count as often as there are rounds. The program has n equations. Then
-the price is
+Parameters have p bytes, and the states of all statistics have q bytes. Tables that are only looked up
+count in neither, because few of their rows are read or changed. Products in loops of the model read r
+bytes of parameters, which count as often as there are rounds. The program has n equations. Then the
+price is
 
     m a / fresh rate                      if m a is more than the process keeps: the operating system
                                           then has to provide temporary memory and page it in
-    + s(m) / (4 memory rate)              the results of equations that do not fit into the cache, s(m)
-                                          bytes for the batch, go through memory; XLA fuses about three
-                                          of four equations into the one that reads their result
+    + 0.4 s(m) / memory rate              the results of equations that do not fit into the cache, s(m)
+                                          bytes for the batch, go through memory, if XLA does not fuse
+                                          the equation into the one that reads its result
     + (B / m) ((p + 2 q) / memory rate)   every microbatch reads the parameters from memory, and reads
                                           and writes the states
     + (B / m) (3 r / cache rate)          in every round of a loop, a product reads its parameter, writes
@@ -24,16 +25,18 @@ a strategy is that of so many examples already:
 
     + the norms and clipped means         which cost less if a gradient is formed once for both (m = 1)
 
-An equation's result of o bytes for one example counts in s(m) if 2 m o, the result and an operand as
-large, is more than the cache holds. The vector memory of a TPU holds what belongs to one long sequence.
-For `jax.grad` of transformers with 12 layers, added up over microbatches of m, XLA's compiler for the
-TPU v5e gives these times in ms:
+An equation's result of o bytes for one example counts in s(m) if m o is more than the cache holds. It
+counts half if only 2 m o is more, the result and an operand as large. The vector memory of a TPU holds
+what belongs to one or two long sequences. For `jax.grad` of transformers, added up over microbatches of
+m, XLA's compiler for the TPU v5e gives these times in ms, from which the 0.4 and the half were fitted:
 
-    m                                        1      2      8    s(1)     s(2)     s(8)
-    vocabulary 1024, unrolled             47.3   57.3   91.2    0 GB    82 GB   101 GB
-    vocabulary 32768, scanned, remat     101.8   97.5    130   12 GB   115 GB   140 GB
+    m                                               1      2      4      8
+    12 layers, vocabulary 1024                   47.3   57.3           91.2
+    12 layers, vocabulary 32768, scan, remat     96.3   96.4  121.2   130.0
+    2 layers, vocabulary 32768                   27.2   22.1   25.3    26.7
 
-so that s(8) - s(1) took 0.29 and 0.15 times as long as memory takes for as many bytes.
+With mean and second moment the last model takes 24.8, 26.7 and 27.6 ms for an m of 2, 4 and 8. The sizes
+chosen for the models of the benchmark on the CPU do not depend on the two numbers.
 
 The term with r is for recurrences. Their products have only as many rows as there are examples in a
 microbatch, and bringing a parameter into order takes as long for few rows as for many. The factor 3 (a
@@ -65,6 +68,7 @@ from pergrad._plan.choose import TailPlan
 from pergrad._statistics import Accumulator, LeafStatistic, Phase
 
 CONVOLUTIONS = those_that_are(Is.CONVOLUTION)
+SPILLED = 0.4  # the share of large results that go through memory, because XLA does not fuse them
 
 
 def choose_microbatch_size(
@@ -82,8 +86,7 @@ def choose_microbatch_size(
     """
     eqns = equations_of(cut)
     a = activations(cut, 2) - activations(cut, 1)
-    states = sum(map(_bytes_of_states, wanted, cut.program.grads))
-    moved = 2 * states + sum(counts.nbytes(v) for v in cut.program.params)
+    moved = _bytes_moved(cut, wanted)
     each = moved / device.memory_rate + device.loop_round
     each += counts.equations(eqns) * device.equation
     for nbytes, times in parameters_read_in_loops(eqns, cut.varies):
@@ -102,8 +105,8 @@ def choose_microbatch_size(
 
     def seconds(m: int) -> float:
         price = batch_size / m * each
-        spilled = sum(o * times for o, times in results if 2 * m * o > device.cache_size)
-        price += batch_size * spilled / (4 * device.memory_rate)
+        spilled = sum(o * times * _share_spilled(m * o, device) for o, times in results)
+        price += batch_size * spilled * SPILLED / device.memory_rate
         if m * a > device.kept_size:
             price += m * a / device.fresh_rate
         if m < batch_size:
@@ -113,6 +116,23 @@ def choose_microbatch_size(
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     return min([m for m in divisors if m * a <= min(device.working_set, room)] or [1], key=seconds)
+
+
+def _share_spilled(nbytes: float, device: Backend) -> float:
+    """The share of a result that goes through memory if it is not fused: 0, 1/2 or 1."""
+    return ((nbytes > device.cache_size) + (2 * nbytes > device.cache_size)) / 2
+
+
+def _bytes_moved(cut: Cut, wanted: Sequence[Sequence[LeafStatistic]]) -> float:
+    """p + 2 q: the bytes of parameters and states that every microbatch reads and writes."""
+    lookups = (t for t in cut.all_tails() if t.terms and all(term.is_lookup for term in t.terms))
+    tables = {param for tail in lookups for param in tail.params}
+    own = enumerate(zip(cut.program.params, wanted, cut.program.grads, strict=True))
+    return sum(
+        counts.nbytes(param) + 2 * _bytes_of_states(statistics, grad)
+        for i, (param, statistics, grad) in own
+        if i not in tables
+    )
 
 
 def _bytes_of_states(statistics: Sequence[LeafStatistic], grad: Atom) -> int:
