@@ -235,7 +235,7 @@ def run(seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
 
 
 def main() -> None:
-    found = run()
+    found = dict(sorted(run().items(), key=lambda item: -np.mean(item[1]["hidden"])))
     rows = [
         [
             name,

@@ -34,13 +34,15 @@ from pergrad.lab.timing import table
 
 CONTEXT, WIDTH, HIDDEN = 8, 16, 128
 SIZES = (16, 64, 256, 1024)
-RATES = (0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3)  # for batches of SIZES[0]
-ROUND = 4096  # examples between two looks at the held-out loss
-TARGET = 2.3  # nats per byte
-MOST_EXAMPLES = 1_000_000
+RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)  # for batches of SIZES[0]
+ROUND = 1024  # examples between two looks at the held-out loss
+TARGET = 2.05  # nats per byte
+MOST_EXAMPLES = 200_000
 HELD_OUT = 8192
+RULE = "adascale"
+FRACTION = 1 / 4  # of the noise scale is the batch size
 CALIBRATED = 4  # rounds in which the noise scale of all parameters is measured, too
-TUNING_SEED, SEEDS = 0, (1, 2, 3)
+TUNING_SEED, SEEDS = 0, (1, 2, 3, 4, 5)
 
 Tree = Any
 
@@ -81,9 +83,9 @@ def loss(params: Tree, windows: jax.Array) -> jax.Array:
 
 
 held_out_loss = jax.jit(loss)
-OPTIMIZER = optax.scale_by_adam()
+# Adam whose second moment is that of batches of 16, whatever their size is: it may change on the way.
+OPTIMIZER = pg.optim.scale_by_preconditioner(mean_square=1.0, variance=1.0, per=SIZES[0])
 PART, WHOLE = pg.noise.Monitor(0.99, where=pg.noise.norm_layers), pg.noise.Monitor(0.99)
-MEAN = {"mean": pg.Mean()}
 
 
 def cut(text: jax.Array, key: jax.Array, size: int) -> jax.Array:
@@ -103,12 +105,12 @@ def train_round(
     monitors: tuple[Any, ...],
 ) -> Tree:
     """`ROUND` examples in batches of `size`; `carry` has parameters, Adam's state and the monitors'."""
-    stats_fn = pg.grad_stats(loss, functools.reduce(lambda a, b: a | b.stats, monitors, MEAN))
+    stats_fn = pg.grad_stats(loss, functools.reduce(lambda a, b: a | b.stats, monitors, OPTIMIZER.stats))
 
     def step(carry: Tree, key: jax.Array) -> tuple[Tree, None]:
         params, state, noises = carry
         stats = stats_fn(params, cut(text, key, size))
-        updates, state = OPTIMIZER.update(stats["mean"], state, params)
+        updates, state = OPTIMIZER.update(stats["mean"], state, params, stats=stats)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         noises = tuple(m.update(stats, noise) for m, noise in zip(monitors, noises, strict=True))
         return (params, state, noises), None
@@ -132,7 +134,7 @@ def fixed(corpus: data.Corpus, seed: int, rate: float, size: int) -> Run:
 
 def growing(corpus: data.Corpus, seed: int, rate: float) -> Run:
     """A run whose batches grow with the noise scale."""
-    follow = pg.scaling.batch_size({"learning_rate": rate}, SIZES[0], SIZES, rule="sqrt")
+    follow = pg.scaling.batch_size({"learning_rate": rate}, SIZES[0], SIZES, RULE, fraction=FRACTION)
     text, held_out = _parts(corpus)
     params = init(jax.random.key(seed))
     carry = params, OPTIMIZER.init(params), (PART.init(params), WHOLE.init(params))
