@@ -21,7 +21,8 @@ PROGRAMS ?= 1000
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-tpu test-gpu \
+.PHONY: help demo private-digits mislabelled growing-batches fisher-from-few \
+	test test-all test-oldest test-newest test-tpu test-gpu \
 	test-engine-oldest test-engine-newest mutants fuzz lint bench bench-torch clean
 
 help: ## list the targets
@@ -35,6 +36,12 @@ private-digits: $(VENV)/installed ## train with differential privacy, show accur
 
 mislabelled: $(VENV)/installed ## find wrong labels by the examples' gradients, draw mislabelled.png
 	$(VENV)/bin/python -m examples.mislabelled
+
+growing-batches: $(VENV)/installed ## train with batches that follow the noise scale, count the examples it takes
+	$(VENV)/bin/python -m examples.growing_batches
+
+fisher-from-few: $(VENV)/installed ## train a network that reads gradients, compare it with statistics of few examples
+	$(VENV)/bin/python -m examples.fisher_from_few
 
 test: $(VENV)/installed ## run the tests with the JAX that pip brings for this Python
 	$(VENV)/bin/python $(PYTEST)

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib.util
 import inspect
 import operator
 import subprocess
@@ -26,6 +27,9 @@ PAGES = sorted(
     for page in {ROOT / "README.md", *ROOT.glob("docs/*.md")} - ELSEWHERE
     if "```python" in page.read_text()
 )
+
+# Packages that a page may use and the tests can do without.
+NOT_INSTALLED = {name for name in ("jax_privacy",) if importlib.util.find_spec(name) is None}
 
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
@@ -110,9 +114,13 @@ def test_page(page, as_for_users, capsys):
     blocks = list(pages.blocks(page))
     assert len(blocks) == page.read_text().count("```python")
     for code, output in blocks:
-        exec(code, namespace)
-        printed = capsys.readouterr().out
-        assert output is None or printed.split() == output.split()
+        if NOT_INSTALLED.isdisjoint(code.co_names):
+            exec(code, namespace)
+            printed = capsys.readouterr().out
+            assert output is None or printed.split() == output.split()
+    left_out = NOT_INSTALLED & {name for code, _ in blocks for name in code.co_names}
+    if left_out:
+        pytest.skip(f"the blocks that use {', '.join(left_out)} were left out; the others are right")
 
 
 def test_readme_has_code():

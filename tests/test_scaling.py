@@ -32,6 +32,28 @@ def test_peak():
     assert scaling.peak(1e-3, 1024, 64, noise_scale=1024) == pytest.approx(expected)
 
 
+def test_gain():
+    """AdaScale's gain by its definition, from the noise of the old batch and the signal."""
+    trace, signal = 12.0, 0.5
+    for size, new in ((8, 32), (8, 9), (64, 16)):
+        sigma2, r = trace / size, new / size
+        expected = (sigma2 + signal) / (sigma2 / r + signal)
+        assert scaling.gain(size, new, noise_scale=trace / signal) == pytest.approx(expected)
+    assert scaling.gain(8, 32, noise_scale=1e9) == pytest.approx(4)
+    assert scaling.gain(8, 32, noise_scale=1e-9) == pytest.approx(1)
+    assert scaling.gain(8, 32, noise_scale=math.inf) == 4
+    assert scaling.peak(1.0, 8, 32, noise_scale=math.inf) == 2
+
+
+def test_gain_is_the_ratio_of_mean_squares():
+    """It is E|gbar|^2 of the old batch over that of the new one, for gradients that are drawn."""
+    mu, sigma = np.array([0.5, 0.2]), np.array([1.0, 2.0])
+    g = mu + sigma * np.random.default_rng(0).normal(size=(40_000, 16, 2))
+    small, large = (np.mean(np.sum(g[:, :size].mean(axis=1) ** 2, axis=-1)) for size in (4, 16))
+    noise_scale = np.sum(sigma**2) / np.sum(mu**2)
+    assert scaling.gain(4, 16, noise_scale) == pytest.approx(small / large, rel=0.03)
+
+
 CONFIG = {
     "learning_rate": 1e-3,
     "b1": 0.9,
@@ -50,6 +72,7 @@ MOVED = {
     "sqrt": ALWAYS,
     "linear": ALWAYS,
     "peak": ALWAYS,
+    "adascale": ALWAYS,
     "sde": ALWAYS | {"b1", "b2", "eps", "eps_root"},
 }
 
@@ -71,12 +94,16 @@ MOVED = {
             },
         ),
         ("peak", {"learning_rate": 1e-3, "weight_decay": 0.4}),
+        # The gain is (128 / 64 + 1) / (128 / 256 + 1) = 2.
+        ("adascale", {"learning_rate": 2e-3, "steps": 500, "warmup_steps": 50}),
     ],
 )
 def test_move(rule, expected):
-    out = scaling.move(CONFIG, 64, 256, rule, noise_scale=128 if rule == "peak" else None)
+    noise_scale = 128 if rule in ("peak", "adascale") else None
+    out = scaling.move(CONFIG, 64, 256, rule, noise_scale=noise_scale)
     assert out.config == pytest.approx(CONFIG | {"steps": 250, "warmup_steps": 25} | expected)
-    back = scaling.move(out.config, 256, 64, rule, noise_scale=128 if rule == "peak" else None)
+    assert out.batch_size == 256
+    back = scaling.move(out.config, 256, 64, rule, noise_scale=noise_scale)
     assert back.config == pytest.approx(CONFIG)
     for change in out.changes:
         assert change.reason and change.name in str(out)
@@ -84,6 +111,29 @@ def test_move(rule, expected):
     # What comes out goes into an optimizer.
     kwargs = {k: v for k, v in out.config.items() if "steps" not in k}
     pg.optim.preconditioned_adam(**kwargs)
+
+
+def test_batch_sizes_follow_the_noise_scale():
+    follow = scaling.batch_size({"learning_rate": 1e-3, "b2": 0.99}, 16, [256, 16, 64], fraction=0.5)
+    sizes, now = [], None
+    for noise_scale in (None, 3.0, 40.0, 127.9, 128.0, 20.0, math.inf, math.nan, 1e6):
+        step = follow(noise_scale, now)
+        now = step.batch_size
+        sizes.append(now)
+        expected = scaling.move({"learning_rate": 1e-3, "b2": 0.99}, 16, now)
+        assert step == expected
+    assert sizes == [16, 16, 16, 16, 64, 64, 64, 64, 256]
+    assert follow(40.0).batch_size == 16  # without `now` it may shrink
+
+
+@pytest.mark.parametrize("rule", scaling.RULES)
+def test_batch_sizes_with_every_rule(rule):
+    follow = scaling.batch_size({"learning_rate": 1e-3}, 16, [16, 64], rule)
+    out = follow(100.0, 16)
+    assert out == scaling.move({"learning_rate": 1e-3}, 16, 64, rule, noise_scale=100.0)
+    # Nothing is known about the noise: the size stays, and the rate is that far below the noise scale.
+    unknown = follow(None, 64).config["learning_rate"]
+    assert unknown == pytest.approx({"linear": 4e-3, "adascale": 4e-3}.get(rule, 2e-3))
 
 
 def test_schedules_run_over_examples():
@@ -110,6 +160,13 @@ def test_what_is_not_there_is_left():
         (lambda: scaling.move({"lr": 1.0}, 64, 128), "learning_rate"),
         (lambda: scaling.move(CONFIG, 64, 128, "peak"), "noise_scale"),
         (lambda: scaling.move(CONFIG, 64, 128, "peak", noise_scale=0), "noise_scale"),
+        (lambda: scaling.move(CONFIG, 64, 128, "adascale"), "noise_scale.*'linear'"),
+        (lambda: scaling.gain(64, 128, -1.0), "noise_scale"),
+        (lambda: scaling.batch_size(CONFIG, 64, []), "sizes"),
+        (lambda: scaling.batch_size(CONFIG, 64, [0, 64]), "sizes"),
+        (lambda: scaling.batch_size(CONFIG, 64, [64], fraction=0), "fraction"),
+        (lambda: scaling.batch_size(CONFIG, 64, [64], "cubic"), "'linear'"),
+        (lambda: scaling.batch_size({"learning_rate": lambda t: 1.0}, 64, [64]), "over examples"),
         (lambda: scaling.move(CONFIG | {"b1": lambda step: 0.9}, 64, 128, "sde"), "b1"),
         (lambda: scaling.move(CONFIG, 0, 128), "batch_size"),
         (lambda: scaling.sqrt(1.0, -1), "kappa"),

@@ -17,23 +17,30 @@ If nothing is known about H, Bn is the best guess.
 
 Both batch sizes are ratios of noisy numbers. The mean of ratios is not the ratio of means, and a single
 batch may even have a negative estimate of the signal. So the numerators and the denominators are
-averaged over steps before they are divided, which `Monitor` does. All functions and methods of this
-module can be jitted, except `Monitor.summary`.
+averaged over steps before they are divided, which `Monitor` does.
+
+The noise scale of the norm layers alone is nearly free, and predicts that of all parameters
+(`norm_layers`, `calibrate`). All functions and methods of this module can be jitted, except
+`Monitor.summary` and `calibrate`, which work with plain numbers.
 """
 
 from pergrad.noise._curvature import curvature
 from pergrad.noise._estimates import SignalNoise, by_layer, diversity, outliers, share, snr, total
 from pergrad.noise._monitor import Monitor, NoiseState
+from pergrad.noise._norm_layers import Calibration, calibrate, norm_layers
 from pergrad.noise._signs import SIGN_FACTOR, sign_disagreement
 
 __all__ = [
     "SIGN_FACTOR",
+    "Calibration",
     "Monitor",
     "NoiseState",
     "SignalNoise",
     "by_layer",
+    "calibrate",
     "curvature",
     "diversity",
+    "norm_layers",
     "outliers",
     "share",
     "sign_disagreement",

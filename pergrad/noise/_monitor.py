@@ -56,7 +56,8 @@ class Monitor:
 
     Args:
       decay: the decay of the moving averages at each update.
-      where: selects parameters by their path, as in `pg.Norm`.
+      where: selects parameters by their path, as in `pg.Norm`. With `pg.noise.norm_layers` the monitor
+        is nearly free, and `pg.noise.calibrate` goes from its noise scale to that of all parameters.
       signs: whether the summary also tells how much of the signal the signs keep, and how often the mean
         and the median of the examples have different signs.
       across_steps: whether signal and noise are estimated from the mean gradients gbar and gbar' of two

@@ -9,12 +9,12 @@ Adam and its relatives divide the momentum by a root. They are points on a plane
 (`_preconditioner`, `_adam`), except for one that takes the root of its squared momentum
 (`_squared_momentum`). Others take a sign: of every example, of the mean, or of the momentum (`_sign`).
 Every optimizer can be clipped together with its statistics (`_clip`), and can take one step for several
-batches (`_accumulate`).
+batches (`_accumulate`). `from_stats` is for training loops that hand on a gradient and nothing else.
 """
 
 from pergrad.optim._accumulate import MultiStepsState, multi_steps
 from pergrad.optim._adam import micro_adam, micro_adam_msq, micro_adam_var, preconditioned_adam
-from pergrad.optim._base import StatsTransformation, chain
+from pergrad.optim._base import StatsTransformation, chain, from_stats
 from pergrad.optim._clip import clip_examples, clipped
 from pergrad.optim._preconditioner import ScaleByPreconditionerState, scale_by_preconditioner
 from pergrad.optim._sign import ScaleBySignState, micro_sign_sgd, scale_by_sign, sign_ema, sign_sgd
@@ -34,6 +34,7 @@ __all__ = [
     "chain",
     "clip_examples",
     "clipped",
+    "from_stats",
     "micro_adam",
     "micro_adam_msq",
     "micro_adam_var",

@@ -10,7 +10,7 @@ from typing import Any
 import optax
 
 from pergrad._statistics import Per
-from pergrad.optim._base import Mask, Number, StatsTransformation, with_learning_rate
+from pergrad.optim._base import Mask, Number, Start, StatsTransformation, with_learning_rate
 from pergrad.optim._preconditioner import scale_by_preconditioner
 
 
@@ -27,7 +27,7 @@ def preconditioned_adam(
     weight_decay: Number = 0.0,
     mask: Mask = None,
     nesterov: bool = False,
-    initial_second_moment: Number | None = None,
+    initial_second_moment: Start = None,
     max_update: Number | None = None,
     floor: Number | None = None,
     per: Per = "example",
@@ -65,7 +65,7 @@ def micro_adam(
     weight_decay: Number = 0.0,
     mask: Mask = None,
     nesterov: bool = False,
-    initial_second_moment: Number | None = None,
+    initial_second_moment: Start = None,
     max_update: Number | None = None,
     per: Per = "example",
 ) -> StatsTransformation:
@@ -95,7 +95,7 @@ def micro_adam_var(
     weight_decay: Number = 0.0,
     mask: Mask = None,
     nesterov: bool = False,
-    initial_second_moment: Number | None = None,
+    initial_second_moment: Start = None,
     max_update: Number | None = None,
     per: Per = "example",
 ) -> StatsTransformation:
@@ -125,7 +125,7 @@ def micro_adam_msq(
     weight_decay: Number = 0.0,
     mask: Mask = None,
     nesterov: bool = False,
-    initial_second_moment: Number | None = None,
+    initial_second_moment: Start = None,
     max_update: Number | None = None,
     floor: Number | None = None,
     per: Per = "example",

@@ -16,6 +16,7 @@ from pergrad._statistics import Statistic
 
 Tree = Any
 Number = Any  # a number, or an array of one under optax.inject_hyperparams
+Start = Number | str | None  # where a moving average starts: "batch" is at the first batch
 Mask = Tree | Callable[[Tree], Tree] | None
 
 
@@ -91,6 +92,41 @@ def chain(*transformations: optax.GradientTransformation) -> StatsTransformation
                     f"{statistic!r}."
                 )
     return StatsTransformation(*optax.chain(*transformations), stats)
+
+
+def from_stats(inner: optax.GradientTransformation) -> StatsTransformation:
+    """`inner`, whose `update` takes the dictionary of statistics in the place of the gradient.
+
+    It is for code that calls `tx.update(gradient, state, params)` and hands nothing else on, such as
+    `apply_gradients` of Flax's `TrainState`:
+
+        train_state = TrainState.create(apply_fn=..., params=params, tx=pg.optim.from_stats(tx))
+        value, stats = pg.value_and_stats(loss, tx.stats)(train_state.params, batch)
+        train_state = train_state.apply_gradients(grads=stats)
+
+    `inner` gets the statistics as `stats=` and their `mean` as the gradient. Its state is that of
+    `inner`. Transformations of gradients cannot stand in front of it; put them into `inner`.
+
+    >>> tx = pg.optim.from_stats(pg.optim.micro_adam(0.5, eps=0.0))
+    >>> stats = {"mean": jnp.array([3.0]), "second_moment": jnp.array([36.0])}
+    >>> tx.update(stats, tx.init(jnp.zeros(1)))[0]
+    Array([-0.25], dtype=float32)
+    """
+    extra = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, Any]:
+        if not isinstance(updates, Mapping) or "mean" not in updates:
+            raise ArgumentError(
+                "from_stats: update takes the dictionary of statistics, with a 'mean', in the place of "
+                f"the gradient; not {jax.tree.structure(updates)}. Write\n"
+                "    value, stats = pg.value_and_stats(loss, tx.stats)(params, batch)\n"
+                "    updates, state = tx.update(stats, state, params)"
+            )
+        return extra.update(updates["mean"], state, params, **(extra_args | {"stats": updates}))
+
+    return StatsTransformation(extra.init, update, asked("mean") | stats_of(inner))
 
 
 def stats_of(inner: optax.GradientTransformation) -> dict[str, Statistic]:

@@ -36,7 +36,7 @@ from pergrad._errors import ArgumentError
 from pergrad._ir import widen
 from pergrad._moments import Stats, asked, mu2_of, sigma2_of
 from pergrad._statistics import Mean, Per, Statistic
-from pergrad.optim._base import Number, StatsTransformation, Tree, is_number, wide_zeros
+from pergrad.optim._base import Number, Start, StatsTransformation, Tree, is_number, wide_zeros
 from pergrad.optim._found import at, found
 
 WHO = "scale_by_preconditioner"
@@ -61,7 +61,7 @@ def scale_by_preconditioner(
     mean_square: Number = 1.0,
     variance: Number | str = "1/B",
     nesterov: bool = False,
-    initial_second_moment: Number | None = None,
+    initial_second_moment: Start = None,
     max_update: Number | None = None,
     floor: Number | None = None,
     per: Per = "example",
@@ -83,7 +83,10 @@ def scale_by_preconditioner(
       variance: the weight b of sigma^2, or `"1/B"` for one over the number of examples in the batch.
       nesterov: Nesterov momentum, as in `optax.adam`.
       initial_second_moment: where the average `nu` starts, in place of 0. It is then a guess that is
-        worth 1 / (1 - b2) steps, and `nu` is not corrected for having started at 0.
+        worth 1 / (1 - b2) steps, and `nu` is not corrected for having started at 0. With `"batch"` each
+        coordinate starts at the mean of the examples' squared gradients, `Mean(square)`, of the first
+        batch in which it has a gradient. Adam's first update is then the mean gradient over the root of
+        that, in place of its sign. This needs the statistic `second_moment`, in every step.
       max_update: no coordinate of the result is larger than this.
       floor: `nu` is at least so many standard errors of the estimate of mu^2, times `mean_square`.
       per: what one unit is, as in `pg.Mean`: gradients of groups of k examples in place of those of
@@ -102,6 +105,8 @@ def scale_by_preconditioner(
     update is NaN. To clip both use `pergrad.optim.clipped`.
     """
     point = _Point(mean_square, variance, floor is not None, per)
+    starts_at_batch = _starts_at_batch(initial_second_moment)
+    needed = point.needed | ({"second_moment": point.square} if starts_at_batch else {})
 
     def init(params: Tree) -> ScaleByPreconditionerState:
         for path, p in jax.tree_util.tree_leaves_with_path(params):
@@ -110,7 +115,7 @@ def scale_by_preconditioner(
                     f"{WHO}: a parameter{at(path)} is complex; split it in two real ones."
                 )
         zeros = wide_zeros(params)
-        start = 0 if initial_second_moment is None else initial_second_moment
+        start = 0 if starts_at_batch or initial_second_moment is None else initial_second_moment
         return ScaleByPreconditionerState(
             count=jnp.zeros([], jnp.int32),
             mu=optax.tree.zeros_like(params, dtype=mu_dtype),
@@ -125,7 +130,11 @@ def scale_by_preconditioner(
         now, error_now = point.estimate(updates, stats)
         count = jnp.asarray(optax.safe_increment(state.count))
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu = _averaged(now, state.nu, b2)
+        before = state.nu
+        if starts_at_batch:
+            square = found(WHO, "second_moment", stats, updates, point.square)
+            before = jax.tree.map(lambda v, q: jnp.where(v == 0, q, v).astype(v.dtype), before, square)
+        nu = _averaged(now, before, b2)
         mu_hat = optax.tree.bias_correction(mu, b1, count)
         if nesterov:
             next_mu = optax.tree.bias_correction(mu, b1, optax.safe_increment(count))
@@ -148,7 +157,7 @@ def scale_by_preconditioner(
         mu = optax.tree.cast_like(mu, state.mu)
         return out, ScaleByPreconditionerState(count, mu, nu, error)
 
-    return StatsTransformation(init, update, point.needed)
+    return StatsTransformation(init, update, needed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +252,15 @@ class _Point:
             return found(WHO, "variance", stats, updates)
         square = found(WHO, "second_moment", stats, updates, self.square)
         return jax.tree.map(lambda g, q: sigma2_of(g, q, n.astype(q.dtype)), mean, square)
+
+
+def _starts_at_batch(initial_second_moment: Start) -> bool:
+    if isinstance(initial_second_moment, str) and initial_second_moment != "batch":
+        raise ArgumentError(
+            f'{WHO}: initial_second_moment must be None, a number or "batch"; '
+            f"not {initial_second_moment!r}."
+        )
+    return isinstance(initial_second_moment, str)
 
 
 def _averaged(now: Tree, average: Tree, decay: Number) -> Tree:

@@ -248,3 +248,135 @@ def test_picture(mislabelled, finding, tmp_path):
     pixels = image.imread(path)
     assert pixels.shape[0] > 500
     assert pixels.std() > 0.1
+
+
+# Batches that grow.
+
+
+@pytest.fixture(scope="module")
+def growing():
+    pytest.importorskip("grain")
+    from examples import growing_batches
+
+    return growing_batches
+
+
+@pytest.fixture(scope="module")
+def corpus(growing):
+    text = np.frombuffer(b"def name(argument):\n    return argument + 1\n" * 400, np.uint8)
+    return growing.data.Corpus("made up", 256, text, text[:2000], text[:2000], "")
+
+
+@pytest.fixture
+def easy(growing, monkeypatch):
+    for name, value in {"SIZES": (16, 64), "TARGET": 2.5, "ROUND": 1024, "HELD_OUT": 256}.items():
+        monkeypatch.setattr(growing, name, value)
+    growing.train_round.clear_cache()
+    yield
+    growing.train_round.clear_cache()
+
+
+def test_batches_of_one_size(growing, corpus, easy):
+    small, large = (growing.fixed(corpus, 0, 2e-3, size) for size in (16, 64))
+    for size, run in ((16, small), (64, large)):
+        assert 0 < run.examples < growing.MOST_EXAMPLES and run.steps == run.examples / size
+    assert large.steps < small.steps
+
+
+def test_batches_grow_and_the_noise_is_predicted(growing, corpus, easy):
+    run = growing.growing(corpus, 0, 2e-3)
+    assert set(run.sizes) <= {16, 64} and list(run.sizes) == sorted(run.sizes)
+    assert set(run.sizes[: growing.CALIBRATED]) == {16}
+    assert run.examples == 1024 * len(run.sizes)
+    assert run.steps == sum(1024 / size for size in run.sizes)
+    assert run.measured > 0 and run.predicted > 0
+
+
+def test_noise_scale_of_a_large_batch(growing, corpus, digits, monkeypatch):
+    """From all gradients of all windows, by its definition."""
+    monkeypatch.setattr(growing, "SIZES", (2, 4))  # so that there are 128 windows
+    params = growing.init(jax.random.key(0))
+    text = jnp.asarray(corpus.train)
+    windows = growing.cut(text, jax.random.key(0), 128)
+    g = jax.vmap(lambda w: jax.grad(growing.loss)(params, w[None]))(windows)
+    rows = np.concatenate([np.reshape(x, (128, -1)) for x in jax.tree.leaves(g)], axis=1)
+    noise = np.sum(rows.var(axis=0, ddof=1))
+    signal = np.sum(rows.mean(axis=0) ** 2) - noise / 128
+    assert growing.noise_scale(params, text) == pytest.approx(noise / signal, rel=1e-3)
+
+
+def test_tuning_takes_the_rate_with_the_fewest_examples(growing):
+    calls = []
+
+    def run(seed, rate):
+        calls.append((seed, rate))
+        return growing.Run(abs(rate - 2e-3), 1.0, (16,))
+
+    best, runs = growing.tuned(run)
+    assert best == 2e-3 and len(runs) == len(growing.SEEDS)
+    assert growing.TUNING_SEED not in growing.SEEDS
+    assert calls[-len(runs) :] == [(seed, best) for seed in growing.SEEDS]
+
+
+def test_line_between_batches_of_one_size(growing):
+    results = {
+        name: (1e-3, [growing.Run(examples, steps, ())])
+        for name, examples, steps in (("16", 100.0, 1000.0), ("64", 400.0, 10.0), ("growing", 1.0, 1.0))
+    }
+    assert growing.on_the_line(results, 100.0) == pytest.approx(200)
+    assert growing.on_the_line(results, 10.0) == pytest.approx(400)
+    assert "growing" in growing.result_table(results)
+
+
+# A network that reads gradients.
+
+
+@pytest.fixture(scope="module")
+def fisher(digits):
+    from examples import fisher_from_few
+
+    return fisher_from_few
+
+
+def test_true_diagonal(fisher, digits, data):
+    params, images = digits.init(jax.random.key(0)), data.train[0][:5]
+    probabilities = np.asarray(jax.nn.softmax(digits.logits(params, images)))
+    labels = np.arange(10, dtype=np.int32)
+    truth = 0
+    for image, p in zip(images, probabilities, strict=True):
+        g = gradients(digits, params, (np.tile(image, (10, 1)), labels))
+        truth = truth + p @ g**2 / len(images)
+    found = fisher.true_diagonal(params, images)
+    whole = jax.tree.map(jnp.zeros_like, params)
+    for layer in fisher.LAYERS:
+        whole[layer]["w"] = found[layer]
+    is_weight = flat(jax.tree.map(lambda p: jnp.full(p.shape, p.ndim == 2), params))
+    np.testing.assert_allclose(flat(whole)[is_weight], truth[is_weight], rtol=1e-4, atol=1e-9)
+
+
+def test_factors_make_the_squares(fisher, digits, data):
+    params, batch = digits.init(jax.random.key(0)), first(data.train, 8)
+    pairs, squares = fisher.factors(params, batch), fisher.few_squares(params, batch)
+    for layer in fisher.LAYERS:
+        np.testing.assert_allclose(
+            fisher.guesses(*pairs[layer])[0], squares[layer], rtol=1e-4, atol=1e-9
+        )
+
+
+def test_order_of_examples_and_neurons_does_not_matter(fisher):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, d = (jax.random.normal(k, (8, n)) for k, n in zip(keys[:2], (5, 3), strict=True))
+    net = fisher.init(keys[2])
+    net["right"] = jax.random.normal(keys[3], net["right"].shape)  # at the start it is 0
+    root = fisher.predicted_root(net, (x, d))
+    examples, inputs, outputs = (np.random.default_rng(0).permutation(n) for n in (8, 5, 3))
+    moved = fisher.predicted_root(net, (x[examples][:, inputs], d[examples][:, outputs]))
+    np.testing.assert_allclose(moved, root[inputs][:, outputs], rtol=1e-4)
+    np.testing.assert_allclose(fisher.predicted_root(net, (3 * x, 2 * d)), 6 * root, rtol=1e-4)
+
+
+def test_network_beats_the_squares_of_few(fisher, monkeypatch):
+    for name, value in {"TRAINING": 8, "TESTING": 4, "STEPS": 200, "DRAWS": 2}.items():
+        monkeypatch.setattr(fisher, name, value)
+    found = {name: np.mean(by_layer["hidden"]) for name, by_layer in fisher.run().items()}
+    assert found["network, of 8"] < 0.8 * found["Mean(square) of 8"]

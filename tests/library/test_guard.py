@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 
@@ -140,3 +141,32 @@ def test_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(streamed, "lax", types.SimpleNamespace(scan=unrolled_scan))
             plain = operations(jax.value_and_grad(model.loss), model)
             assert operations(stats_fn(), model) <= most_operations * plain
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="limits are those of a newer XLA")
+@pytest.mark.parametrize("model", [LONG, TIED], ids=["long", "tied"])
+def test_noise_scale_of_norm_layers_is_nearly_free(model: Any) -> None:
+    """A whole step with the monitor takes less than 1% more operations than one without."""
+    adam, monitor = optax.adam(1e-3), pg.noise.Monitor(where=pg.noise.norm_layers)
+
+    def plain(params: Any, state: Any, batch: Any) -> Any:
+        value, gradient = jax.value_and_grad(model.loss)(params, batch)
+        return value, adam.update(gradient, state, params)
+
+    def monitored(params: Any, state: Any, batch: Any, noise: Any) -> Any:
+        value, stats = pg.value_and_stats(model.loss, monitor.stats)(params, batch)
+        return value, adam.update(stats["mean"], state, params), monitor.update(stats, noise)
+
+    with as_users_compile():
+        params, batch = jax.eval_shape(
+            lambda: (model.init(jax.random.key(0)), model.sample(jax.random.key(1)))
+        )
+        state, noise = jax.eval_shape(adam.init, params), jax.eval_shape(monitor.init, params)
+        without, more = (
+            jax.jit(step).lower(*args).cost_analysis()["flops"]
+            for step, args in (
+                (plain, (params, state, batch)),
+                (monitored, (params, state, batch, noise)),
+            )
+        )
+    assert more <= 1.01 * without

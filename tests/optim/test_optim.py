@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.StatsTransformation]] = {
     "micro_adam_groups": functools.partial(optim.micro_adam, 0.1, per=2),
     "micro_adam_nesterov": functools.partial(optim.micro_adam, 0.1, nesterov=True),
     "micro_adam_warm": functools.partial(optim.micro_adam, 0.1, initial_second_moment=1.0),
+    "adam_from_batch": functools.partial(optim.preconditioned_adam, 0.1, initial_second_moment="batch"),
     "micro_adam_var": functools.partial(optim.micro_adam_var, 0.1, max_update=1.0),
     "micro_adam_msq": functools.partial(optim.micro_adam_msq, 0.05, max_update=1.0),
     "micro_adam_msq_floor": functools.partial(optim.micro_adam_msq, 0.05, floor=1.0),
@@ -488,6 +489,11 @@ NO_EPS = {"eps": 0.0}
         (optim.micro_adam(0.1, **NO_EPS), 2 / np.sqrt(5)),
         (optim.micro_adam(0.1, **NO_EPS, max_update=0.25), 0.25),
         (optim.micro_adam(0.1, b2=0.9, initial_second_moment=4.0, **NO_EPS), 2 / np.sqrt(0.9 * 4 + 0.5)),
+        (
+            optim.preconditioned_adam(0.1, b2=0.9, initial_second_moment="batch", **NO_EPS),
+            2 / np.sqrt(0.9 * 5 + 0.1 * 4),
+        ),
+        (optim.micro_adam(0.1, initial_second_moment="batch", **NO_EPS), 2 / np.sqrt(5)),
         (optim.micro_adam(0.1, nesterov=True, **NO_EPS), (0.9 * 0.2 / 0.19 + 0.2 / 0.1) / np.sqrt(5)),
         (optim.micro_adam(0.1, per=2, **NO_EPS), 1),  # one group: Adam
         (optim.micro_adam_var(0.1, **NO_EPS), 2 / np.sqrt(2)),
@@ -656,6 +662,113 @@ def test_clips_half_precision_by_a_norm_that_does_not_overflow():
     np.testing.assert_allclose(updates, -0.5, rtol=1e-3)
 
 
+# A second moment that starts at the first batch.
+
+
+@pytest.mark.parametrize("a, b", [(1, "1/B"), (1, 1), (0, 1), (1, 0.5)])
+def test_second_moment_from_the_first_batch(a, b):
+    """Each coordinate starts at the mean square of the first batch in which it has a gradient."""
+    b1, b2, eps = 0.8, 0.7, 1e-3
+    tx = optim.scale_by_preconditioner(
+        b1, b2, eps, mean_square=a, variance=b, initial_second_moment="batch"
+    )
+    assert "second_moment" in tx.stats
+    loss = lambda w, x: jnp.mean(x @ w)  # noqa: E731 (an example's gradient is the example)
+    batches = r.normal(size=(4, B, 3))
+    batches[0, :, 1] = batches[1, :, 1] = batches[0, :, 2] = 0
+    state = tx.init(jnp.zeros(3))
+    m, v, started = np.zeros(3), np.zeros(3), np.zeros(3, bool)
+    for t, g in enumerate(batches, start=1):
+        stats = pg.grad_stats(loss, tx.stats)(jnp.zeros(3), jnp.asarray(g))
+        updates, state = tx.update(stats["mean"], state, stats=stats)
+        sigma2 = g.var(axis=0, ddof=1)
+        mu2 = (np.square(g.sum(axis=0)) - np.square(g).sum(axis=0)) / (B * (B - 1))
+        m = b1 * m + (1 - b1) * g.mean(axis=0)
+        now = a * mu2 + (1 / B if b == "1/B" else b) * sigma2
+        v = b2 * np.where(started, v, np.square(g).mean(axis=0)) + (1 - b2) * now
+        started |= np.any(g != 0, axis=0)
+        np.testing.assert_allclose(
+            updates, m / (1 - b1**t) / (np.sqrt(np.maximum(v, 0)) + eps), rtol=1e-9
+        )
+    assert started.all()
+
+
+def test_first_batch_under_a_clip_and_over_several_calls():
+    """The start is that of the gradients that the optimizer sees: scaled, or of all the examples."""
+    adam = functools.partial(optim.scale_by_preconditioner, 0.0, 0.5, 0.0, initial_second_moment="batch")
+    g = np.array([1.0, 5.0, 3.0, 7.0])
+    halves = jnp.asarray(g).reshape(2, 2)
+
+    def update(tx: Any, state: Any, x: Any) -> Any:
+        stats = pg.grad_stats(LOSS, tx.stats)(W, x)
+        return tx.update(stats["mean"], state, W, stats=stats)
+
+    expected = g.mean() / np.sqrt(0.5 * np.mean(g**2) + 0.5 * g.mean() ** 2)
+    clipped, many = optim.clipped(adam(), 0.1), optim.multi_steps(adam(), 2)
+    np.testing.assert_allclose(update(clipped, clipped.init(W), jnp.asarray(g))[0], expected)
+    _, state = update(many, many.init(W), halves[0])
+    np.testing.assert_allclose(update(many, state, halves[1])[0], expected)
+
+
+# Loops that hand on nothing but a gradient.
+
+
+@every_optimizer
+def test_statistics_in_the_place_of_the_gradient(name):
+    tx = OPTIMIZERS[name]()
+    wrapped = optim.from_stats(tx)
+    assert wrapped.stats == tx.stats
+    stats, state = statistics(tx), tx.init(PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, wrapped.init(PARAMS), state)
+    for _ in range(2):
+        expected = tx.update(stats["mean"], state, PARAMS, stats=stats)
+        out = wrapped.update(stats, state, PARAMS)
+        jax.tree.map(np.testing.assert_array_equal, out, expected)
+        _, state = out
+
+
+def test_from_stats_of_an_optimizer_of_optax():
+    tx = optim.from_stats(optax.adam(0.1))
+    assert tx.stats == {"mean": pg.Mean()}
+    stats = statistics(tx)
+    expected, _ = optax.adam(0.1).update(stats["mean"], tx.init(PARAMS), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, tx.update(stats, tx.init(PARAMS), PARAMS)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["micro_adam", "micro_adam_var", "multi_steps"])
+def test_train_state(name):
+    """Flax's `apply_gradients` calls `tx.update` with a gradient and nothing else."""
+    from flax.training.train_state import TrainState
+
+    tx = OPTIMIZERS[name]()
+    train_state = TrainState.create(apply_fn=two_layers, params=PARAMS, tx=optim.from_stats(tx))
+
+    @jax.jit
+    def step(train_state: Any) -> Any:
+        stats = pg.grad_stats(train_state.apply_fn, train_state.tx.stats)(train_state.params, BATCH)
+        return train_state.apply_gradients(grads=stats)
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(3):
+        train_state = step(train_state)
+        stats = statistics(tx, params)
+        updates, state = tx.update(stats["mean"], state, params, stats=stats)
+        params = optax.apply_updates(params, updates)
+    assert train_state.step == 3
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-9),
+        (train_state.params, train_state.opt_state),
+        (params, state),
+    )
+
+
+def test_from_stats_refuses_a_gradient():
+    tx = optim.from_stats(OPTIMIZERS["micro_adam"]())
+    for wrong in (PARAMS, jnp.ones(2)):
+        with refused(pg.ArgumentError, "from_stats", "tx.update(stats, state, params)"):
+            tx.update(wrong, tx.init(PARAMS), PARAMS)
+
+
 # Batch-size-invariant Adam.
 
 
@@ -750,6 +863,7 @@ def test_wrong_shapes_and_trees_are_named():
             lambda: optim.scale_by_preconditioner(mean_square=1.0, variance=1.0, floor=1.0, per="token"),
             "no floor",
         ),
+        (lambda: optim.micro_adam(0.1, initial_second_moment="first"), '"batch"'),
         (lambda: optim.scale_by_sign(of="all"), "'momentum'"),
         (lambda: optax.inject_hyperparams(optim.micro_adam)(0.1, per=2).init(PARAMS), "static_args"),
         (lambda: optim.micro_adam(0.1).init(jnp.ones(2, complex)), "complex"),
