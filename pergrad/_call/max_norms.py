@@ -54,12 +54,10 @@ def max_norms_of(stats: Any, max_norm: Any, params: Any, paths: Sequence[str]) -
 
 def _of_parameters(max_norm: Any, params: Any, names: Sequence[str | None]) -> dict[int, jax.Array]:
     """The largest norm at each selected parameter, by its number, from a prefix of their tree."""
-    found: dict[int, jax.Array] = {}
+    found: dict[int, Any] = {}
 
     def fill(number: Any, below: Any) -> None:
-        for i in jax.tree.leaves(below):
-            if names[i] is not None:
-                found[i] = _checked(number, f"max_norm of {names[i]}")
+        found.update({i: number for i in jax.tree.leaves(below) if names[i] is not None})
 
     try:
         jax.tree.map(fill, max_norm, params, is_leaf=lambda x: x is None)
@@ -68,7 +66,7 @@ def _of_parameters(max_norm: Any, params: Any, names: Sequence[str | None]) -> d
             "max_norm must be a number or a tree of numbers that is a prefix of the parameters' tree, "
             f"{jax.tree.structure(params)}; it is {jax.tree.structure(max_norm)}."
         ) from error
-    return found
+    return {i: _checked(number, f"max_norm of {names[i]}") for i, number in found.items()}
 
 
 def _of_groups(max_norm: Mapping[Any, Any], names: set[str]) -> dict[str, jax.Array]:

@@ -57,4 +57,5 @@ def _finite_gradients(reduction: Reduction, matters: jax.Array, read: States) ->
 
 def _largest_square(square: jax.Array, dtype: Any) -> float:
     """The largest squared norm that shows that a gradient of this dtype is finite."""
-    return min(float(jnp.finfo(dtype).max) ** 2, float(jnp.finfo(square.dtype).max))
+    largest = float(jnp.finfo(dtype).max)
+    return min(largest * largest, float(jnp.finfo(square.dtype).max))

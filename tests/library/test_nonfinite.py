@@ -186,7 +186,7 @@ def test_a_large_gradient_is_not_dropped(strategy, size):
     stats_fn = pg.grad_stats(mixed, stats, nonfinite="drop", strategy=strategy, microbatch_size=size)
     result = jax.jit(stats_fn)(p, b)
     assert result["count"] == 3
-    assert np.isinf(result["norm"][1]) and not np.isfinite(result["norm"][2])
+    assert list(np.isfinite(result["norm"])) == [True, False, False, True]
     g = oracle.per_example(mixed, (p, b))[2]
     close(result["mean"], oracle.mean(g, np.array([1, 1, 0, 1])), rtol=1e-5)
 

