@@ -186,9 +186,8 @@ def explain(
 
     @returning_plan(request)
     def plan_of(*args: Any, example_weights: Any = None, **kwargs: Any) -> Plan:
-        if takes_direction(stats):
-            kwargs.pop("direction", None)
-        return spmd.plan(request, args, kwargs)
+        direction = kwargs.pop("direction", None) if takes_direction(stats) else None
+        return spmd.plan(request, args, kwargs, direction)
 
     return plan_of
 

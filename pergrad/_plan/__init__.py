@@ -12,6 +12,7 @@ from pergrad._plan.choose import Choice as Choice
 from pergrad._plan.choose import Forced as Forced
 from pergrad._plan.choose import TailPlan as TailPlan
 from pergrad._plan.plan import Plan as Plan
+from pergrad._plan.plan import bytes_of_two as bytes_of_two
 from pergrad._plan.plan import describe as describe
 from pergrad._plan.schedule import Schedule as Schedule
 from pergrad._plan.schedule import make_schedule as make_schedule

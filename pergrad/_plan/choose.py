@@ -83,17 +83,31 @@ class TailPlan:
 
 
 def choose(
-    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: Forced
+    tail: Tail,
+    wanted: Sequence[Sequence[LeafStatistic]],
+    size: int,
+    device: Backend,
+    forced: Forced,
+    directions: int = 1,
 ) -> TailPlan:
-    """How a tail is reduced over `size` examples. `wanted` has the statistics of every parameter."""
+    """How a tail is reduced over `size` examples.
+
+    `wanted` has the statistics of every parameter, and inner products are taken with so many
+    `directions`.
+    """
     statistics = list(dict.fromkeys(s for param in tail.params for s in wanted[param]))
     others = [s for s in statistics if s.quantity is not Quantity.FACTORS]
-    choices = _choices(tail, others, size, device, forced)
+    choices = _choices(tail, others, size, device, forced, directions)
     return TailPlan(tail, choices, len(others) < len(statistics))
 
 
 def _choices(
-    tail: Tail, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: Forced
+    tail: Tail,
+    statistics: Sequence[LeafStatistic],
+    size: int,
+    device: Backend,
+    forced: Forced,
+    directions: int,
 ) -> tuple[Choice, ...]:
     """The choices for all statistics of a tail.
 
@@ -109,7 +123,7 @@ def _choices(
     for (_, unit, _), own in together.items():
         accumulators = sum(statistic.accumulates for statistic in own)
         for units in units_of(tail, unit):
-            work = Work.of(units, size, accumulators, device)
+            work = Work.of(units, size, accumulators, device, directions)
             choices += _choose_for(work, own, forced, may_form_once)
     return _formed_once(tail, choices) if may_form_once else tuple(choices)
 
@@ -159,7 +173,9 @@ def _cheapest(
         if not (may_form_once and _is_norm(statistic)):
             return own
         formed = strategy.forms_gradients
-        return own + (work.seconds_of_joining() if formed else Summed().seconds(work, statistic))
+        return own + (
+            work.seconds_of_joining(statistic) if formed else Summed().seconds(work, statistic)
+        )
 
     # A sum over examples is one product, which never costs more than forming all gradients first. The
     # only exception is a sum that is a convolution.
@@ -179,7 +195,7 @@ def _joined(
     joined, _ = passes[0]
 
     def joins(strategy: Strategy, statistic: LeafStatistic) -> bool:
-        is_cheaper = work.seconds_of_joining() < strategy.seconds(work, statistic)
+        is_cheaper = work.seconds_of_joining(statistic) < strategy.seconds(work, statistic)
         is_able = joined.why_not(work.tail, statistic) is None
         return not strategy.feeds_all and is_able and is_cheaper
 
@@ -191,7 +207,7 @@ def _is_asked_for(strategy: Strategy, forced: Forced) -> bool:
 
 
 def _is_norm(statistic: LeafStatistic) -> bool:
-    return statistic.quantity is Quantity.SQUARED_NORMS
+    return statistic.quantity is Quantity.SQUARED_NORMS and statistic.unit == "example"
 
 
 def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -214,7 +230,7 @@ def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
             statistics=choice.statistics,
             reason="formed for its norm",
             work=work,
-            seconds=choice.work.seconds_of_joining(),
+            seconds=choice.work.seconds_of_joining(choice.statistics[0]),
         )
 
     uses_formed = [choice in norms or choice.phase is Phase.CLIPPED for choice in choices]

@@ -46,13 +46,19 @@ def make_schedule(
     batch_size: int,
     microbatch_size: int | str | None,
     forced: Forced,
+    directions: int = 1,
 ) -> Schedule:
-    """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter."""
+    """The schedule for `batch_size` examples.
+
+    `wanted` has the statistics of every parameter, and inner products are taken with so many
+    `directions`.
+    """
     device = backend.backend()
 
     @functools.cache
     def planned(size: int) -> tuple[TailPlan, ...]:
-        return tuple(choose(tail, wanted, size, device, forced) for tail in cut.all_tails())
+        tails = cut.all_tails()
+        return tuple(choose(tail, wanted, size, device, forced, directions) for tail in tails)
 
     if microbatch_size == "auto":
         microbatch_size = choose_microbatch_size(cut, wanted, batch_size, device, planned)

@@ -6,6 +6,8 @@ norms are known), `microbatches` (runs all examples), `last` (statistics that ne
 side).
 """
 
+from pergrad._run.last import Block as Block
+from pergrad._run.last import inner_products as inner_products
 from pergrad._run.last import part_of_all as part_of_all
 from pergrad._run.last import run_last as run_last
 from pergrad._run.microbatches import run as run

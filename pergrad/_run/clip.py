@@ -22,7 +22,11 @@ def clipped_means(reductions: Sequence[Reduction], w: jax.Array, read: States, s
 
     `w` are the examples' weights [B], `read` has the squared norms, and `states` has the states so far.
     """
-    squares = {param: x for (param, s), x in read.items() if s.quantity is Quantity.SQUARED_NORMS}
+    squares = {
+        param: x
+        for (param, s), x in read.items()
+        if s.quantity is Quantity.SQUARED_NORMS and s.unit == "example"
+    }
 
     @functools.cache
     def weights(statistic: Accumulator, params: tuple[int, ...]) -> jax.Array:

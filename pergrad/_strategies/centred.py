@@ -47,8 +47,8 @@ class Centred(Strategy):
         products = work.summing_operations / work.device.product_rate
         return products + work.moving(work.size * work.gradient, at_once=3 * work.gradient)
 
-    def operations(self, work: Work, statistics: int) -> float:
-        return statistics * (work.summing_operations + 4 * work.size * work.numbers)
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
+        return len(statistics) * (work.summing_operations + 4 * work.size * work.numbers)
 
     def temporary_bytes(self, work: Work) -> float:
         return work.gradient

@@ -33,7 +33,7 @@ from tests.support.program_parts import (
     Tree,
 )
 from tests.support.truth import Truth
-from tests.support.whole import Questions
+from tests.support.whole import SEVERAL, Questions
 
 OPERATIONS = WITHOUT_KEY | WITH_KEY
 # More than for the cases in float64: a random network may be badly conditioned.
@@ -119,7 +119,8 @@ ASKED: dict[str, tuple[list[str], list[str]]] = {
     "mean": (["mean"], []),
     "powers": (["mean", "square", "cube", "loss"], []),
     "moments": (MOMENTS, []),
-    "in parts": (["square"], ["norm_by_leaf", "dot"]),
+    "in parts": (["square"], ["norm_by_leaf", "dot", "dot_where"]),
+    "projected": (["mean"], ["projected", "projected_where", "norm"]),
     "whole": ([*MOMENTS, "fold", "individual"], []),
     "clipped": (["count"], ["gram_where", "clipped_square", "clipped_by_leaf"]),
     "clipped mean": (["mean"], ["clipped", "norm_where"]),
@@ -323,7 +324,7 @@ def check(program: RandomProgram) -> str:
         microbatch_size=call.microbatch_size,
         strategy=call.strategy,
     )
-    direction = questions.direction(params)
+    direction = questions.direction(params, (0, SEVERAL)[program.seed % 2])
     more = {"direction": direction} if "dot" in whole else {}
     value, (stats, of_whole) = jax.jit(stats_fn)(*args, example_weights=weights, **more)
     assert_agrees((value, stats), truth, weights, error)
