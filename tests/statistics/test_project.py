@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pergrad as pg
-from pergrad._statistics import SketchLayout
+from pergrad._statistics import Signs, SketchLayout
 from tests.support import oracle
 from tests.support.cases import array
 from tests.support.claims import close, refused
@@ -159,14 +159,18 @@ def test_in_an_ensemble():
 # Inner products.
 
 
-def inner_products(shape, g, h, dim, keys):
-    """<S g, S h> for many keys."""
+def inner_products(dim, number, *pairs):
+    """<S g, S h> for so many keys; S g is the sum over the pairs (g, h) of parameters."""
+    layouts = [SketchLayout.of(g.shape, dim) for g, _ in pairs]
 
     def of(key):
-        s = matrix("['w']", shape, dim, key)
-        return (s @ g.reshape(-1)) @ (s @ h.reshape(-1))
+        found = []
+        for layout, own, (g, h) in zip(layouts, jax.random.split(key, len(pairs)), pairs, strict=True):
+            signs = Signs.of(layout, dim, own, jnp.float64)
+            found.append([signs.spread(signs.compressed(layout, x)) for x in (g, h)])
+        return jnp.vdot(sum(g for g, _ in found), sum(h for _, h in found))
 
-    return np.array([of(key) for key in keys])
+    return np.asarray(jax.jit(jax.vmap(of))(jax.random.split(jax.random.key(0), number)))
 
 
 def test_the_matrix_of_the_tests_is_the_one_of_the_library():
@@ -205,7 +209,7 @@ def test_inner_products_have_no_bias_and_the_right_variance(rank, shape):
     g = left @ right
     h = g + 0.5 * left @ r.normal(size=right.shape)
     dim, number = 16, 1500
-    found = inner_products(shape, g, h, dim, range(number))
+    found = inner_products(dim, number, (g, h))
     truth, size = np.sum(g * h), np.linalg.norm(g) * np.linalg.norm(h)
     layout = SketchLayout.of(shape, dim)
     # Two entries of U meet with probability 1/dim, unless they are in the same row.
@@ -235,7 +239,7 @@ def test_variance_of_the_compression_alone():
 def test_vectors():
     r = np.random.default_rng(5)
     g, h = r.normal(size=100), r.normal(size=100)
-    found = inner_products((100,), g, h, 20, range(2000))
+    found = inner_products(20, 2000, (g, h))
     size, truth = np.linalg.norm(g) * np.linalg.norm(h), g @ h
     variance = (size**2 + truth**2) / 20 * (1 - 1 / 5)
     assert abs(np.mean(found) - truth) < 4 * math.sqrt(variance / 2000)
@@ -244,7 +248,7 @@ def test_vectors():
 
 def test_small_gradients_keep_their_inner_products():
     x = normal(0, 4, 3, 5)
-    found = pg.grad_stats(lambda w, x: jnp.sum(w * x), pg.Project(15, 2))(jnp.ones((3, 5)), x)
+    found = pg.grad_stats(lambda w, x: jnp.sum(w * x[0]), pg.Project(15, 2))(jnp.ones((3, 5)), x)
     rows = x.reshape(4, 15)
     close(found @ found.T, rows @ rows.T)
 
@@ -254,14 +258,7 @@ def test_several_parameters_are_independent():
     r = np.random.default_rng(6)
     g, h = r.normal(size=(2, 12)), r.normal(size=(2, 12))
     dim, number = 12, 3000
-
-    def of(key):
-        s = [matrix(f"['{name}']", (12,), dim, key) for name in "ab"]
-        return sum(m @ x for m, x in zip(s, g, strict=True)) @ sum(
-            m @ x for m, x in zip(s, h, strict=True)
-        )
-
-    found = np.array([of(key) for key in range(number)])
+    found = inner_products(dim, number, *zip(g, h, strict=True))
     squares = [np.sum(x**2, axis=1) for x in (g, h)]
     dots = np.sum(g * h, axis=1)
     variance = (
