@@ -30,7 +30,8 @@ PAGES = sorted(
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
     *("Mean", "Variance", "Individual", "Fold", "Loss", "Count", "power", "plan_for", "Statistic"),
-    *("Norm", "ClippedMean", "Gram", "Dot", "Factors", "FactorPair", "combine", "all_combine"),
+    *("Norm", "ClippedMean", "Gram", "Dot", "Project", "Factors", "FactorPair", "gram"),
+    *("combine", "all_combine"),
     *("PergradError", "ArgumentError", "NotPerExampleError"),
 }
 ROOMS = {"noise", "optim", "scaling"}

@@ -297,10 +297,10 @@ class Dot(Selecting):
     Array([5., 7.], dtype=float32)
     >>> pg.grad_stats(loss, pg.Dot())(jnp.ones(2), jnp.ones((4, 2)), direction=jnp.ones((3, 2))).shape
     (4, 3)
-    >>> tokens = jnp.array([[[1.0, 0.0], [0.0, 1.0]]])  # one example with two positions
+    >>> square, x = lambda w, x: jnp.mean((x @ w) ** 2), jnp.eye(2)[None]  # an example of two positions
     >>> dot = pg.Dot(per="token")
-    >>> pg.grad_stats(loss, dot)(jnp.ones(2), tokens, direction=jnp.array([5.0, 7.0]))
-    Array([[5., 7.]], dtype=float32)
+    >>> pg.grad_stats(square, dot)(jnp.ones(2), x, direction=jnp.array([5.0, 7.0]))
+    Array([[10., 14.]], dtype=float32)
     """
 
     _: dataclasses.KW_ONLY

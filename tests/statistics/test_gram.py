@@ -1,7 +1,6 @@
 """Inner products of the gradients of all examples of two sets: `pg.gram`."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -244,19 +243,3 @@ def test_memory_is_that_of_two_blocks():
         return compiled.memory_analysis().temp_size_in_bytes - 3 * 4 * examples**2
 
     assert bytes_of(512, 16) < 0.35 * bytes_of(512, None)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("neural_tangents") is None, reason="neural_tangents")
-def test_as_neural_tangents():
-    import neural_tangents as nt
-
-    loss, p = mlp(width=16, layers=2)
-    p = [w.astype(jnp.float64) for w in p]
-    a, b = ((normal(1, n, 16), normal(2, n, 16)) for n in (6, 4))
-
-    def losses(p, xy):
-        return jax.vmap(lambda x, y: loss(p, (x[None], y[None])))(xy[..., :16], xy[..., 16:])[:, None]
-
-    kernel = nt.empirical_ntk_fn(losses, trace_axes=(), vmap_axes=0)
-    joined = [jnp.concatenate(x, axis=1) for x in (a, b)]
-    close(pg.gram(loss)(p, a, b), np.asarray(kernel(*joined, p))[:, :, 0, 0])
