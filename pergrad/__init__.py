@@ -2,7 +2,7 @@
 
 from pergrad import _compat as _compat  # first, since it says what is wrong with the version of JAX
 from pergrad import noise, optim, scaling
-from pergrad._call import check, explain, grad_stats, value_and_stats
+from pergrad._call import check, explain, grad_stats, gram, value_and_stats
 from pergrad._cut import FactorPair
 from pergrad._errors import ArgumentError, NotPerExampleError, PergradError
 from pergrad._ir import plan_for
@@ -18,6 +18,7 @@ from pergrad._statistics import (
     Loss,
     Mean,
     Norm,
+    Project,
     Statistic,
     Variance,
     WeightedMean,
@@ -44,6 +45,7 @@ __all__ = [
     "NotPerExampleError",
     "PergradError",
     "Plan",
+    "Project",
     "Statistic",
     "Variance",
     "WeightedMean",
@@ -52,6 +54,7 @@ __all__ = [
     "combine",
     "explain",
     "grad_stats",
+    "gram",
     "noise",
     "optim",
     "plan_for",

@@ -30,7 +30,7 @@ NOT_INSTALLED = {name for name in ("jax_privacy",) if importlib.util.find_spec(n
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
     *("Mean", "Variance", "Individual", "Fold", "Loss", "Count", "power", "plan_for", "Statistic"),
-    *("Norm", "WeightedMean", "ClippedMean", "Gram", "Dot", "Factors", "FactorPair"),
+    *("Norm", "WeightedMean", "ClippedMean", "Gram", "Dot", "Project", "Factors", "FactorPair", "gram"),
     *("combine", "all_combine"),
     *("PergradError", "ArgumentError", "NotPerExampleError"),
 }

@@ -2,9 +2,10 @@
 
 In reading order: `api` (the public functions), `request` (checks their options), `wrap` (gives the
 functions that users get back a name and a signature), `arguments` (the role of each argument),
-`max_norms` (the largest norm at each parameter), `call` (runs the four stages for one call), `results`
-(makes the results), `mesh` and `spmd` (one call on several devices), `check` (tests whether a loss is a
-mean over examples).
+`max_norms` (the largest norm at each parameter), `positions` (whether parameters have positions in
+common), `call` (runs the four stages for one call), `results` (makes the results), `mesh` and `spmd`
+(one call on several devices), `pairs` (inner products of the gradients of two sets of examples), `check`
+(tests whether a loss is a mean over examples).
 """
 
 from pergrad._call.api import explain as explain
@@ -13,6 +14,7 @@ from pergrad._call.api import value_and_stats as value_and_stats
 from pergrad._call.arguments import places as places
 from pergrad._call.call import Call as Call
 from pergrad._call.check import check as check
+from pergrad._call.pairs import gram as gram
 from pergrad._call.request import ArgNums as ArgNums
 from pergrad._call.request import MicrobatchSize as MicrobatchSize
 from pergrad._call.request import Nonfinite as Nonfinite

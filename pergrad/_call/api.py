@@ -201,8 +201,8 @@ def explain(
 
     @returning_plan(request)
     def plan_of(*args: Any, example_weights: Any = None, **kwargs: Any) -> Plan:
-        taken_from(kwargs, request)
-        return spmd.plan(request, args, kwargs)
+        own = taken_from(kwargs, request)
+        return spmd.plan(request, args, kwargs, own.get("direction"))
 
     return plan_of
 

@@ -23,12 +23,13 @@ from pergrad._call.arguments import (
     roles_of,
 )
 from pergrad._call.max_norms import max_norms_of
+from pergrad._call.positions import check_positions
 from pergrad._call.request import Request, takes_direction
 from pergrad._call.results import Results
 from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
-from pergrad._plan import Plan, Schedule, activations, describe, make_schedule
+from pergrad._plan import Asked, Plan, Schedule, activations, describe, make_schedule
 from pergrad._run import Given, part_of_all, run, run_last, with_shares_of_kept
 from pergrad._statistics import Phase, Quantity
 from pergrad._trace import Program, trace
@@ -146,10 +147,10 @@ class Call:
         The arguments are those that `checked` returned. On one of several devices, the result of an
         accumulator is this device's part, and the parts of all devices add up to the result.
         """
-        cut, schedule = self._schedule()
+        cut, schedule = self._schedule(self._number_of(given.directions))
         shares = self._shares(weights)
         count = self._count(weights)
-        outcome = run(cut, schedule, self.params, self._examples(), shares, given)
+        outcome = run(cut, schedule, self.params, self.examples(), shares, given)
         if outcome.finite is not None:
             kept = jnp.where(outcome.finite, 1.0 if weights is None else weights, 0)
             outcome = with_shares_of_kept(outcome, self._count(kept) / count)
@@ -175,43 +176,55 @@ class Call:
         )
         return value, jax.tree.map(lambda statistic: statistic.result(results), self.request.stats)
 
-    def plan(self) -> Plan:
-        """The plan that `run` would follow."""
-        cut, schedule = self._schedule()
+    def plan(self, direction: Any = None) -> Plan:
+        """The plan that `run` would follow.
+
+        Without a direction there is one, and shapes may stand in the place of its arrays.
+        """
+        directions = None if direction is None else self._check_direction(direction)
+        cut, schedule = self._schedule(self._number_of(directions))
         return describe(schedule, cut, self.devices.number)
 
-    def _schedule(self) -> tuple[Cut, Schedule]:
-        """Runs stages 1 to 3: trace, cut and plan."""
-        example = [_one_of(x) for x in self.batch]
-        request = self.request
-        program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
-        in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
-        in_parts = [] if request.drops else in_parts  # all sums wait for norms
-        split = any(
-            s.unit == "token" or s.quantity is Quantity.FACTORS for own in self.wanted for s in own
-        )
-
-        def scheduled(microbatch_size: int | str | None) -> tuple[Cut, Schedule]:
-            wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, self.size))
-            cut = make_cut(hoist(program, wanted), wanted)
-            return cut, make_schedule(
-                cut,
-                self.paths,
-                self.wanted,
-                self.size,
-                microbatch_size,
-                request.forced,
-                request.drops,
-                room,
-            )
-
-        microbatch_size, room = request.microbatch_size, math.inf
+    def _schedule(self, directions: int) -> tuple[Cut, Schedule]:
+        """Runs stages 1 to 3: trace, cut and plan, for so many directions of inner products."""
+        program, size, microbatch_size = self.traced(), self.size, self.request.microbatch_size
+        room = math.inf
         if microbatch_size is None and self._layers_wait(program):
             microbatch_size, room = "auto", self._bytes_of_grad(program)
-        cut, schedule = scheduled(microbatch_size)
+        cut, schedule = self.scheduled(program, size, microbatch_size, directions, room)
         if microbatch_size == "auto" and schedule.microbatch_size == 1:
-            return scheduled(1)
+            return self.scheduled(program, size, 1, directions)
         return cut, schedule
+
+    def traced(self) -> Program:
+        """Runs stage 1: the gradient program of one example."""
+        example = [_one_of(x) for x in self.batch]
+        return trace(self._one_example, self.params, [*example, *self.keys], self.request.has_aux)
+
+    def scheduled(
+        self,
+        program: Program,
+        size: int,
+        microbatch_size: int | str | None = None,
+        directions: int = 1,
+        room: float = math.inf,
+    ) -> tuple[Cut, Schedule]:
+        """Runs stages 2 and 3 for `size` examples: cut and plan.
+
+        With `microbatch_size="auto"`, the activations of a microbatch take at most `room` bytes.
+        """
+        in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
+        in_parts = [] if self.request.drops else in_parts  # all sums wait for norms
+        split = any(
+            s.unit in ("token", "position") or s.quantity is Quantity.FACTORS
+            for own in self.wanted
+            for s in own
+        )
+        wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, size))
+        cut = make_cut(hoist(program, wanted), wanted)
+        check_positions(self.request.stats, cut, self.paths)
+        asked = Asked(self.request.forced, self.request.drops, directions)
+        return cut, make_schedule(cut, self.paths, self.wanted, size, microbatch_size, asked, room=room)
 
     def _layers_wait(self, program: Program) -> bool:
         """Whether sums of gradients of layers in a loop wait for norms, as clipping does.
@@ -231,8 +244,8 @@ class Call:
         sums = Wanted(tuple(range(len(self.paths))), split=False, together=True)
         return activations(make_cut(hoist(program, sums), sums), self.size)
 
-    def _check_direction(self, direction: Any) -> list[jax.Array]:
-        """The direction as one array for each parameter."""
+    def _check_direction(self, direction: Any) -> list[Any]:
+        """The direction as one array for each parameter. Several directions have an axis in front."""
         if direction is None:
             raise ArgumentError(
                 "Dot needs a direction, a tree like the parameters: stats_fn(..., direction=v)."
@@ -248,15 +261,23 @@ class Call:
             raise ArgumentError(
                 f"the direction must be a tree like the parameters, {self.params_tree}; it is {tree}."
             )
+        first = jnp.shape(leaves[0]) if is_number_like(leaves[0]) else ()
+        several = first[:1] if len(first) == self.params[0].ndim + 1 and first[0] else ()
         for path, leaf, param in zip(self.paths, leaves, self.params, strict=True):
-            if not is_number_like(leaf) or jnp.shape(leaf) != jnp.shape(param):
+            if not is_number_like(leaf) or jnp.shape(leaf) != (*several, *jnp.shape(param)):
                 what = kind(_as_array(leaf) if is_number_like(leaf) else leaf)
                 raise ArgumentError(
-                    f"the direction's {path} must have the parameter's shape {jnp.shape(param)}; it is "
-                    f"{what}."
+                    f"the direction's {path} must have the parameter's shape {jnp.shape(param)}, or one "
+                    f"more axis in front, which several directions have in all leaves; it is {what}."
                 )
         dtypes = [accumulation_dtype(param.dtype) for param in self.params]
-        return [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        pairs = zip(map(_as_array, leaves), dtypes, strict=True)
+        return [jax.ShapeDtypeStruct(x.shape, d) if _is_shape(x) else x.astype(d) for x, d in pairs]
+
+    def _number_of(self, directions: Sequence[Any] | None) -> int:
+        """How many directions these are, which are those of each parameter."""
+        is_several = directions is not None and directions[0].ndim > self.params[0].ndim
+        return directions[0].shape[0] if directions is not None and is_several else 1
 
     def _check_weights(self, weights: Any) -> jax.Array | None:
         """The example weights as an array, or None if the caller passed none."""
@@ -289,7 +310,7 @@ class Call:
         """Each example's share of the batch."""
         return 1 / self.whole_size if weights is None else weights / self._count(weights)
 
-    def _examples(self) -> list[jax.Array]:
+    def examples(self) -> list[jax.Array]:
         """The leaves that differ from example to example, [B, ...]: those of the batch, and the keys."""
         keys = [jax.random.split(key, self.whole_size) for key in self.keys]
         if self.devices.axes:
@@ -345,7 +366,11 @@ class Call:
 
 
 def _as_array(x: Any) -> Any:
-    return x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
+    return x if isinstance(x, jax.Array) or _is_shape(x) else jnp.asarray(x)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _one_of(batch: Any) -> jax.ShapeDtypeStruct:

@@ -25,7 +25,18 @@ Nonfinite = Literal["keep", "drop"]
 
 # Editors offer these names. Any other string must be a name with a number, such as `"streamed:8"`.
 StrategyName = (
-    Literal["auto", "summed", "factored", "centred", "gram", "streamed", "sparse", "materialise"] | str
+    Literal[
+        "auto",
+        "summed",
+        "factored",
+        "centred",
+        "gram",
+        "projected",
+        "streamed",
+        "sparse",
+        "materialise",
+    ]
+    | str
 )
 
 

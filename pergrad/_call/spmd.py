@@ -49,7 +49,9 @@ def run(
         return (_Spread(call) if request.axes else call).run(weights, given)
 
 
-def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+def plan(
+    request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], direction: Any = None
+) -> Plan:
     """The plan of one call. On several devices it is the plan of each device.
 
     Any argument may be a `jax.ShapeDtypeStruct`, or have leaves that are. Parameters and examples are
@@ -67,7 +69,7 @@ def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pl
         pairs = zip(leaves, is_shape, strict=True)
         others, kwargs = tree.unflatten([next(tracers) if s else x for x, s in pairs])
         call = Call(request, [others.get(n, x) for n, x in enumerate(args)], kwargs)
-        plans.append((_Spread(call).local_call() if request.axes else call).plan())
+        plans.append((_Spread(call).local_call() if request.axes else call).plan(direction))
 
     with _compat.newer_jax_explained():
         jax.eval_shape(with_constants, [x for x, s in zip(leaves, is_shape, strict=True) if s])

@@ -14,7 +14,10 @@ from pergrad._errors import ArgumentError
 _WEIGHTS = "one weight for each example, at least 0, read as a count. None: each counts once."
 
 
-_DIRECTION = "a tree like the parameters, with which `Dot` takes inner products."
+_DIRECTION = (
+    "a tree like the parameters, with which `Dot` takes inner products. One more axis in front of every "
+    "leaf: several directions."
+)
 
 
 _MAX_NORM = "the largest norm for `ClippedMean`; a number, or one for each parameter or group."
@@ -68,6 +71,14 @@ def returning_plan(request: Request) -> Callable[[Any], Any]:
     summary = "The plan for the statistics of the per-example gradients of the loss. Nothing is run."
     returns = "a `pergrad.Plan`. Print it."
     return _made_of(request.fun, summary, keywords_of(request.stats), returns)
+
+
+def returning_gram(request: Request) -> Callable[[Any], Any]:
+    """A decorator for the function that returns inner products of the gradients of all examples."""
+    summary = "Inner products of the per-example gradients of the loss."
+    keywords = {"b": "other examples, with which inner products are taken. None: the same examples."}
+    returns = "an array [A, B]: the inner products of the gradients of both sets of examples."
+    return _made_of(request.fun, summary, keywords, returns)
 
 
 def returning_nothing(request: Request) -> Callable[[Any], Any]:

@@ -14,8 +14,10 @@ from pergrad._cut.cut import CutLoop as CutLoop
 from pergrad._cut.cut import Part as Part
 from pergrad._cut.cut import make_cut as make_cut
 from pergrad._cut.examples import Examples as Examples
+from pergrad._cut.factor_pairs import FactorLayout as FactorLayout
 from pergrad._cut.factor_pairs import FactorPair as FactorPair
 from pergrad._cut.factor_pairs import depends_on_cotangent as depends_on_cotangent
+from pergrad._cut.factor_pairs import factor_layout as factor_layout
 from pergrad._cut.factor_pairs import factor_pair as factor_pair
 from pergrad._cut.find import Wanted as Wanted
 from pergrad._cut.find import leave_loops as leave_loops
@@ -31,6 +33,7 @@ from pergrad._cut.terms.scatter import Lookup as Lookup
 from pergrad._cut.terms.scatter import Rows as Rows
 from pergrad._cut.units import Units as Units
 from pergrad._cut.units import formed_gradients as formed_gradients
+from pergrad._cut.units import positions_of as positions_of
 from pergrad._cut.units import units_of as units_of
 from pergrad._cut.units import units_per_example as units_per_example
 from pergrad._cut.ways import Way as Way

@@ -19,9 +19,9 @@ class Examples:
     `factors` are the values of the tail's factors, each [size, ...], and `constants` those of the tail's
     constants, without an axis of examples.
 
-    `here` matters for inner products of pairs. It has the place of the first example of this device
-    and the number of its examples; inner products are wanted of these examples with all `size`
-    examples. None means that all examples are this device's.
+    `here` and `others` matter for inner products of pairs. Each has the place of a first example and a
+    number of examples. Inner products are wanted of the examples `here`, such as those of this device,
+    with the examples `others`. None means all examples.
     """
 
     size: int
@@ -29,10 +29,15 @@ class Examples:
     factors: list[jax.Array]
     constants: list[jax.Array]
     here: tuple[Any, int] | None = None
+    others: tuple[Any, int] | None = None
 
     def those_here(self, x: jax.Array) -> jax.Array:
-        """The rows of an array [size, ...] that belong to this device's examples."""
+        """The rows of an array [size, ...] that belong to the examples `here`."""
         return x if self.here is None else lax.dynamic_slice_in_dim(x, *self.here)
+
+    def the_others(self, x: jax.Array) -> jax.Array:
+        """The rows of an array [size, ...] that belong to the examples `others`."""
+        return x if self.others is None else lax.dynamic_slice_in_dim(x, *self.others)
 
     @property
     def along(self) -> tuple[list[jax.Array], jax.Array | None]:

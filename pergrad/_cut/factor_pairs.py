@@ -24,7 +24,7 @@ from pergrad._compat import Var, aval
 from pergrad._cut.examples import Examples
 from pergrad._cut.tail import Tail
 from pergrad._cut.terms import Convolution, Product
-from pergrad._cut.units import contributions, units_of
+from pergrad._cut.units import Units, contributions, units_of
 from pergrad._ir import dependents, is_in, read
 from pergrad._trace import Program
 
@@ -49,19 +49,48 @@ class FactorPair:
     residual_axes: tuple[AxisName, ...] = dataclasses.field(metadata={"static": True})
 
 
-def factor_pair(tail: Tail, late: Collection[Var], examples: Examples) -> FactorPair | None:
-    """The inputs and residuals of these examples, from which a tail makes its gradient.
+@dataclasses.dataclass(frozen=True)
+class FactorLayout:
+    """How the two factors of a gradient are laid out like its parameter.
 
-    None if the gradient of the tail is not a sum of products, moved and multiplied by one number.
-    `late` are the variables that depend on the cotangent of the loss.
+    The gradient is that of a tail with a single term, a product or a convolution. `units` are the
+    products of single positions, and `sides` says for each factor of such a product which axes of the
+    parameter it has.
     """
-    size = examples.size
+
+    tail: Tail
+    units: Units
+    sides: tuple[Side, Side]
+
+    @property
+    def product(self) -> Product:
+        """The product of one position."""
+        (product,) = self.units.tail.terms
+        assert isinstance(product, Product)
+        return product
+
+    def arrays(self, examples: Examples) -> tuple[jax.Array, jax.Array]:
+        """Both factors of these examples, as arrays [B, positions, ...] with axes of the parameter.
+
+        The sum over positions of their outer products is the gradient.
+        """
+        own, unit = self.units.of(examples), self.units.tail
+        env = unit.env(own.factors, own.constants)
+        x, d = (read(env, v) for v in self.product.eqn.invars)
+        d = d * (unit.similarity(env, d.dtype) / contributions(self.tail, 0))
+        first, second = self.sides
+        return first.laid_out(x, examples.size), second.laid_out(d, examples.size)
+
+
+def factor_layout(tail: Tail, takes_others: tuple[bool, bool] = (False, False)) -> FactorLayout | None:
+    """The layout of the factors of a tail's gradient.
+
+    None if the gradient is not a sum of products, moved and multiplied by one number. `takes_others`
+    says which of the factors gets the axes of length 1 that neither of them has.
+    """
     if len(tail.grads) != 1 or len(tail.terms) != 1:
         return None
     if not isinstance(tail.terms[0], (Product, Convolution)):
-        return None
-    is_late = [is_in(v, late) for v in tail.terms[0].eqn.invars]
-    if sorted(is_late) != [False, True]:
         return None
     (units,) = units_of(tail, "token")
     unit = units.tail
@@ -78,16 +107,27 @@ def factor_pair(tail: Tail, late: Collection[Var], examples: Examples) -> Factor
     if axes is None:
         return None
     leaves = [[leaf for piece in axis for leaf in piece.leaves()] for axis in axes]
+    x = Side.of(x_axes, leaves, takes_others[0])
+    d = Side.of(d_axes, leaves, takes_others[1])
+    return None if x is None or d is None else FactorLayout(tail, units, (x, d))
 
-    own = units.of(examples)
-    env = unit.env(own.factors, own.constants)
-    x, d = (read(env, v) for v in product.eqn.invars)
-    d = d * (unit.similarity(env, d.dtype) / contributions(tail, 0))
-    x = _lay_out(x, x_axes, leaves, is_late[0], size)
-    d = _lay_out(d, d_axes, leaves, is_late[1], size)
-    if x is None or d is None:
+
+def factor_pair(tail: Tail, late: Collection[Var], examples: Examples) -> FactorPair | None:
+    """The inputs and residuals of these examples, from which a tail makes its gradient.
+
+    None if the gradient of the tail is not a sum of products, moved and multiplied by one number.
+    `late` are the variables that depend on the cotangent of the loss.
+    """
+    if len(tail.terms) != 1 or not isinstance(tail.terms[0], (Product, Convolution)):
         return None
-    (inputs, input_axes), (residuals, residual_axes) = (x, d) if is_late[1] else (d, x)
+    first_is_late, second_is_late = (is_in(v, late) for v in tail.terms[0].eqn.invars)
+    if first_is_late == second_is_late:
+        return None
+    layout = factor_layout(tail, (first_is_late, second_is_late))
+    if layout is None:
+        return None
+    x, d = zip(layout.arrays(examples), (side.names for side in layout.sides), strict=True)
+    (inputs, input_axes), (residuals, residual_axes) = (d, x) if first_is_late else (x, d)
     return FactorPair(inputs, residuals, input_axes, residual_axes)
 
 
@@ -162,31 +202,55 @@ def _deal(pieces: list[_Piece], shape: Sequence[int]) -> Axes | None:
     return axes
 
 
-def _lay_out(
-    x: jax.Array, own: Sequence[_Piece], axes: Axes, takes_others: bool, size: int
-) -> tuple[jax.Array, tuple[AxisName, ...]] | None:
-    """A factor [B N, ...] as an array [B, N, ...] whose further axes are axes of the parameter.
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The axes of one factor of a product, and how they become axes of the parameter.
 
-    `own` are the pieces of the factor's axes and `axes` those of the parameter's. An axis of length 1 of
-    the parameter may consist of no piece; `takes_others` says whether this factor gets such axes. The
-    result is the array and the names of its axes. It is None if an axis of the parameter has pieces of
-    both factors, or if an axis of the factor is not in the parameter.
+    The axes are split into pieces of the lengths `pieces`, which are then brought into the `order` of
+    the parameter's axes number `numbers` and joined to `lengths`.
     """
-    ids = {id(leaf) for piece in own for leaf in piece.leaves()}
-    has = [[id(leaf) in ids for leaf in axis] or [takes_others] for axis in axes]
-    if any(any(axis) and not all(axis) for axis in has):
-        return None
-    numbers = [n for n, axis in enumerate(has) if all(axis)]
-    order = [id(leaf) for n in numbers for leaf in axes[n]]
-    pieces = [leaf for piece in own for leaf in piece.leaves() if id(leaf) in order or leaf.size > 1]
-    if len(pieces) != len(order):
-        return None
-    places = {id(piece): 2 + i for i, piece in enumerate(pieces)}
-    positions = x.shape[0] // size
-    x = x.reshape(size, positions, *(piece.size for piece in pieces))
-    x = x.transpose(0, 1, *(places[leaf] for leaf in order))
-    x = x.reshape(size, positions, *(math.prod(leaf.size for leaf in axes[n]) for n in numbers))
-    return x, ("example", "position", *numbers)
+
+    pieces: tuple[int, ...]
+    order: tuple[int, ...]
+    numbers: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @staticmethod
+    def of(own: Sequence[_Piece], axes: Axes, takes_others: bool) -> Side | None:
+        """The side of a factor whose axes are `own`, if the parameter's axes consist of `axes`.
+
+        An axis of length 1 of the parameter may consist of no piece; `takes_others` says whether this
+        factor gets such axes. The result is None if an axis of the parameter has pieces of both factors,
+        or if an axis of the factor is not in the parameter.
+        """
+        ids = {id(leaf) for piece in own for leaf in piece.leaves()}
+        has = [[id(leaf) in ids for leaf in axis] or [takes_others] for axis in axes]
+        if any(any(axis) and not all(axis) for axis in has):
+            return None
+        numbers = tuple(n for n, axis in enumerate(has) if all(axis))
+        order = [id(leaf) for n in numbers for leaf in axes[n]]
+        pieces = [leaf for piece in own for leaf in piece.leaves() if id(leaf) in order or leaf.size > 1]
+        if len(pieces) != len(order):
+            return None
+        places = {id(piece): i for i, piece in enumerate(pieces)}
+        return Side(
+            pieces=tuple(piece.size for piece in pieces),
+            order=tuple(places[leaf] for leaf in order),
+            numbers=numbers,
+            lengths=tuple(math.prod(leaf.size for leaf in axes[n]) for n in numbers),
+        )
+
+    @property
+    def names(self) -> tuple[AxisName, ...]:
+        """The names of the axes of an array that is laid out like this."""
+        return ("example", "position", *self.numbers)
+
+    def laid_out(self, x: jax.Array, size: int) -> jax.Array:
+        """A factor [B N, ...] as an array [B, N, ...] whose further axes are axes of the parameter."""
+        positions = x.shape[0] // size
+        x = x.reshape(size, positions, *self.pieces)
+        x = x.transpose(0, 1, *(2 + place for place in self.order))
+        return x.reshape(size, positions, *self.lengths)
 
 
 def depends_on_cotangent(program: Program) -> set[Var]:

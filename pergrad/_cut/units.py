@@ -1,4 +1,4 @@
-"""What one unit is: an example, a group of examples, or a single contribution to a sum over positions.
+"""What one unit is: an example, a group of examples, or a part of a sum over positions.
 
 The strategies know only examples, each with its own gradient. So for other units a tail becomes another
 tail, whose examples are these units.
@@ -19,6 +19,11 @@ out:
 
 The contributions to each term are a kind of units of their own, and a statistic takes in one kind after
 the other.
+
+Positions: if all terms of a gradient add up the same number T of contributions, one for each position,
+the T units are made of the contributions c_tn of all terms at one position together:
+
+    u_t = A (T sum_n c_tn) + b,      sum_t u_t / T = g.
 
 Formed gradients: these units are the examples again, but their gradients take the place of their
 factors. If a gradient is needed several times, it is formed once in this way.
@@ -56,7 +61,7 @@ from pergrad._ir import (
     weigh,
     widen,
 )
-from pergrad._statistics import Per
+from pergrad._statistics import Unit
 from pergrad._trace import inlined
 
 
@@ -85,7 +90,7 @@ class Units:
         return examples
 
 
-def units_of(tail: Tail, per: Per) -> list[Units]:
+def units_of(tail: Tail, per: Unit) -> list[Units]:
     """The kinds of units that a tail has for `per`; a statistic takes in all of them.
 
     They are made once for each tail and kept there.
@@ -95,16 +100,18 @@ def units_of(tail: Tail, per: Per) -> list[Units]:
     return tail.units[per]
 
 
-def _make_units(tail: Tail, per: Per) -> list[Units]:
+def _make_units(tail: Tail, per: Unit) -> list[Units]:
     if per == "example" or not tail.terms:
         return [Units(tail, 1 / per if isinstance(per, int) else 1)]
+    places = range(len(tail.grads))
+    if per == "position":
+        return [_positions(tail, place) for place in places]
     if per == "token":
-        places = range(len(tail.grads))
         return [_contributions(tail, place, term) for place in places for term in tail.terms_of(place)]
     return _groups(tail, int(per))
 
 
-def units_per_example(tail: Tail, place: int, per: Per) -> float:
+def units_per_example(tail: Tail, place: int, per: Unit) -> float:
     """How many units, of all kinds together, an example has in the gradient at `place` of the tail."""
     own = [units for units in units_of(tail, per) if tail.params[place] in units.tail.params]
     return sum(units.per_example for units in own) or 1
@@ -113,6 +120,14 @@ def units_per_example(tail: Tail, place: int, per: Per) -> float:
 def contributions(tail: Tail, place: int) -> int:
     """M: how many contributions the gradient at `place` of the tail adds up in one example."""
     return sum(term.contributions for term in tail.terms_of(place)) or 1
+
+
+def positions_of(tail: Tail, place: int) -> int:
+    """T: how many positions the gradient at `place` of the tail is a sum over.
+
+    All its terms must have the same number of contributions.
+    """
+    return tail.terms_of(place)[0].contributions if tail.terms else 1
 
 
 def formed_gradients(tail: Tail) -> Units:
@@ -234,58 +249,71 @@ def _groups(tail: Tail, k: int) -> list[Units]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Contributions(Units):
-    """Single contributions to `term`, one of the terms of the tail `whole`.
+    """Contributions to `terms` of the tail `whole`, which have the same number of contributions each.
 
-    `cut` is the program of one contribution's gradient, and `total` is M, how many contributions, to
-    all terms, the gradient adds up.
+    A unit has one contribution to each of these terms. `cut` is the program of one unit's gradient, and
+    `total` is the number of units, of all kinds, that a gradient is the mean of.
     """
 
     cut: _Cut
     whole: Tail
-    term: Term
+    terms: Sequence[Term]
     total: int
 
     def of(self, examples: Examples) -> Examples:
-        n, w = self.term.contributions, examples.weights
+        n, w = self.terms[0].contributions, examples.weights
         factors = examples.factors
         if isinstance(w, jax.Array):  # an example of weight 0 may be NaN, and convolutions spread NaN
             factors = [weigh(x, jnp.not_equal(w, 0)) for x in factors]
             w = jnp.repeat(w, n)
-        parts = self.term.split(self.whole.env(factors, examples.constants))
+        env = self.whole.env(factors, examples.constants)
+        parts = [x for term in self.terms for x in term.split(env)]
         parts = [x.reshape(examples.size * n, *x.shape[2:]) for x in parts]
         factors, constants = self.cut.run(self.tail, parts, examples.constants)
         return Examples(examples.size * n, w / self.total, factors, constants)
 
 
 def _contributions(tail: Tail, place: int, term: Term) -> Units:
-    def parts(*inputs: Any) -> list[jax.Array]:
-        return term.split(tail.env(inputs[: len(tail.factors)], inputs[len(tail.factors) :]))
+    """The contributions to one term, as units of the gradient at `place`."""
+    return _made_of(tail, place, [term], contributions(tail, place))
+
+
+def _positions(tail: Tail, place: int) -> Units:
+    """The positions of the gradient at `place`, as units with a contribution to each of its terms."""
+    return _made_of(tail, place, tail.terms_of(place), positions_of(tail, place))
+
+
+def _made_of(tail: Tail, place: int, terms: Sequence[Term], total: int) -> Units:
+    """Units with one contribution to each of these terms. A gradient is the mean of `total` units."""
+
+    def parts(*inputs: Any) -> list[list[jax.Array]]:
+        env = tail.env(inputs[: len(tail.factors)], inputs[len(tail.factors) :])
+        return [term.split(env) for term in terms]
 
     batch = [jax.ShapeDtypeStruct((1, *aval(v).shape), aval(v).dtype) for v in tail.factors]
-    own = [
-        jax.ShapeDtypeStruct(x.shape[2:], x.dtype)
-        for x in jax.eval_shape(parts, *batch, *_shapes(tail.constants))
-    ]
-    total = contributions(tail, place)
+    shapes = jax.eval_shape(parts, *batch, *_shapes(tail.constants))
+    own, tree = jax.tree.flatten(shapes)
+    own = [jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in own]
 
     def gradients(*inputs: Any) -> list[jax.Array]:
         env = dict(zip(tail.constants, inputs[len(own) :], strict=True))
-        contribution = term.contribution(inputs[: len(own)])
-        env[term.out] = contribution if total == 1 else contribution * total
-        return [_steps_of_one(tail, term, env)[place]]
+        for term, its_parts in zip(terms, jax.tree.unflatten(tree, inputs[: len(own)]), strict=True):
+            contribution = term.contribution(its_parts)
+            env[term.out] = contribution if total == 1 else contribution * total
+        return [_steps_of_some(tail, terms, env)[place]]
 
     program = inlined(gradients, *own, *_shapes(tail.constants))
     program = ClosedJaxpr(drop_dead_code(program.jaxpr), program.consts)
     ((unit, cut),) = _Cut.tails(program, len(own), [tail.params[place]])
-    return _Contributions(unit, term.contributions, cut, tail, term, total)
+    return _Contributions(unit, terms[0].contributions, cut, tail, terms, total)
 
 
-def _steps_of_one(tail: Tail, term: Term, env: Env) -> list[jax.Array]:
-    """The tail's gradients if `term`, whose value is in `env`, is the only term that is not 0.
+def _steps_of_some(tail: Tail, terms: Sequence[Term], env: Env) -> list[jax.Array]:
+    """The tail's gradients if only these `terms`, whose values are in `env`, are not 0.
 
     The set `zero` has the variables that are known to be zeros, and these are not added to anything.
     """
-    zero: set[Var] = {other.out for other in tail.terms if other is not term}
+    zero: set[Var] = {other.out for other in tail.terms if other not in terms}
     env |= {v: jnp.zeros(aval(v).shape, aval(v).dtype) for v in zero}
     for step in tail.steps:
         others = [v for v in step.invars if not is_in(v, zero)]

@@ -8,11 +8,13 @@ pass starts from), `schedule` (all these decisions together), `plan` (what the s
 
 from pergrad._plan import table as table
 from pergrad._plan.backbone import equations_of as equations_of
+from pergrad._plan.choose import Asked as Asked
 from pergrad._plan.choose import Choice as Choice
 from pergrad._plan.choose import Forced as Forced
 from pergrad._plan.choose import TailPlan as TailPlan
 from pergrad._plan.microbatch import activations as activations
 from pergrad._plan.plan import Plan as Plan
+from pergrad._plan.plan import bytes_of_two as bytes_of_two
 from pergrad._plan.plan import describe as describe
 from pergrad._plan.schedule import Schedule as Schedule
 from pergrad._plan.schedule import make_schedule as make_schedule

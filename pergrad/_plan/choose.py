@@ -16,7 +16,6 @@ from pergrad._ir import Backend
 from pergrad._statistics import LeafStatistic, Phase, Quantity
 from pergrad._strategies import STRATEGIES, Materialise, Strategy, Summed, Work
 
-
 WAITING = (Phase.KEPT, Phase.BY_NORM)  # the phases that begin when norms are known
 
 
@@ -29,6 +28,18 @@ class Forced(NamedTuple):
 
     strategy: Strategy | None = None
     at_a_time: int | None = None
+
+
+class Asked(NamedTuple):
+    """What a call asks for, beside its statistics.
+
+    If `drops` is true, examples that are not finite are dropped, and accumulators wait for the norms of
+    all parameters. Inner products are taken with so many `directions`.
+    """
+
+    forced: Forced
+    drops: bool
+    directions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +98,12 @@ def choose(
     wanted: Sequence[Sequence[LeafStatistic]],
     size: int,
     device: Backend,
-    forced: Forced,
-    drops: bool,
+    asked: Asked,
 ) -> TailPlan:
-    """How a tail is reduced over `size` examples. `wanted` has the statistics of every parameter.
-
-    If `drops` is true, examples that are not finite are dropped, and accumulators wait for the norms.
-    """
+    """How a tail is reduced over `size` examples. `wanted` has the statistics of every parameter."""
     statistics = list(dict.fromkeys(s for param in tail.params for s in wanted[param]))
     others = [s for s in statistics if s.quantity is not Quantity.FACTORS]
-    choices = _choices(tail, others, size, device, forced, drops)
+    choices = _choices(tail, others, size, device, asked)
     return TailPlan(tail, choices, len(others) < len(statistics))
 
 
@@ -105,8 +112,7 @@ def _choices(
     statistics: Sequence[LeafStatistic],
     size: int,
     device: Backend,
-    forced: Forced,
-    drops: bool,
+    asked: Asked,
 ) -> tuple[Choice, ...]:
     """The choices for all statistics of a tail.
 
@@ -115,17 +121,17 @@ def _choices(
     together: dict[Any, list[LeafStatistic]] = {}
     for statistic in statistics:
         alone = None if statistic.shares_weights else statistic
-        waits = drops and statistic.accumulates and statistic.phase is Phase.FIRST
+        waits = asked.drops and statistic.accumulates and statistic.phase is Phase.FIRST
         phase = Phase.KEPT if waits else statistic.phase
         together.setdefault((phase, statistic.unit, alone), []).append(statistic)
     waiting = any(phase in WAITING and unit == "example" for phase, unit, _ in together)
-    may_form_once = waiting and forced.strategy is None and _may_be_kept(tail, size, device)
+    may_form_once = waiting and asked.forced.strategy is None and _may_be_kept(tail, size, device)
     choices: list[Choice] = []
     for (phase, unit, _), own in together.items():
         accumulators = sum(statistic.accumulates for statistic in own)
         for units in units_of(tail, unit):
-            work = Work.of(units, size, accumulators, device)
-            choices += _choose_for(phase, work, own, forced, may_form_once)
+            work = Work.of(units, size, accumulators, device, asked.directions)
+            choices += _choose_for(phase, work, own, asked.forced, may_form_once)
     return _formed_once(tail, choices) if may_form_once else tuple(choices)
 
 
@@ -189,7 +195,9 @@ def _cheapest(
         if not (may_form_once and _is_norm(statistic)):
             return own
         formed = strategy.forms_gradients
-        return own + (work.seconds_of_joining() if formed else Summed().seconds(work, statistic))
+        return own + (
+            work.seconds_of_joining(statistic) if formed else Summed().seconds(work, statistic)
+        )
 
     # A sum over examples is one product, which never costs more than forming all gradients first. The
     # only exception is a sum that is a convolution.
@@ -209,7 +217,7 @@ def _joined(
     joined, _ = passes[0]
 
     def joins(strategy: Strategy, statistic: LeafStatistic) -> bool:
-        is_cheaper = work.seconds_of_joining() < strategy.seconds(work, statistic)
+        is_cheaper = work.seconds_of_joining(statistic) < strategy.seconds(work, statistic)
         is_able = joined.why_not(work.tail, statistic) is None
         return not strategy.feeds_all and is_able and is_cheaper
 
@@ -221,7 +229,7 @@ def _is_asked_for(strategy: Strategy, forced: Forced) -> bool:
 
 
 def _is_norm(statistic: LeafStatistic) -> bool:
-    return statistic.quantity is Quantity.SQUARED_NORMS
+    return statistic.quantity is Quantity.SQUARED_NORMS and statistic.unit == "example"
 
 
 def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -244,7 +252,7 @@ def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
             statistics=choice.statistics,
             reason="formed for its norm",
             work=work,
-            seconds=choice.work.seconds_of_joining(),
+            seconds=choice.work.seconds_of_joining(choice.statistics[0]),
         )
 
     waits = [c.phase in WAITING and c.units.tail is tail for c in choices]

@@ -89,6 +89,15 @@ def describe(schedule: Schedule, cut: Cut, devices: int) -> Plan:
     )
 
 
+def bytes_of_two(schedule: Schedule, cut: Cut) -> float:
+    """The temporary memory of two blocks of examples, whose gradients meet in inner products.
+
+    The schedule is that of one block. While the second block runs, the factors of the first are kept.
+    """
+    plan = describe(schedule, cut, 1)
+    return plan.bytes + 2 * sum(_kept_bytes(t, schedule.batch_size) for t in schedule.tails)
+
+
 def _kept_bytes(tail_plan: TailPlan, batch_size: int) -> float:
     factors = tail_plan.tail.factors if tail_plan.keeps_factors else ()
     return batch_size * sum(counts.nbytes(v) for v in factors)
@@ -106,7 +115,7 @@ def _rows(
     tail, choices = tail_plan.tail, tail_plan.choices
     times = math.prod(tail.lengths)
     share = times / len(tail.params)
-    operations = sum(c.strategy.operations(c.work, len(c.statistics)) for c in choices)
+    operations = sum(c.strategy.operations(c.work, c.statistics) for c in choices)
     made = dict.fromkeys(c.units for c in choices)
     operations += at_once * sum(units.operations_of_making for units in made)
     kind = " + ".join(term.kind for term in tail.terms) or "constant"

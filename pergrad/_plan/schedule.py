@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pergrad._compat import Var
 from pergrad._cut import Cut
 from pergrad._ir import backend
-from pergrad._plan.choose import Forced, TailPlan, choose
+from pergrad._plan.choose import Asked, TailPlan, choose
 from pergrad._plan.cotangent import start_from_weight
 from pergrad._plan.microbatch import choose_microbatch_size
 from pergrad._statistics import LeafStatistic
@@ -47,26 +47,27 @@ def make_schedule(
     wanted: Sequence[Sequence[LeafStatistic]],
     batch_size: int,
     microbatch_size: int | str | None,
-    forced: Forced,
-    drops: bool,
+    asked: Asked,
+    *,
     room: float,
 ) -> Schedule:
     """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter.
 
-    If `drops` is true, examples that are not finite are dropped. Every parameter must then have norms.
     With `microbatch_size="auto"`, the activations of a microbatch take at most `room` bytes.
     """
     device = backend.backend()
 
     @functools.cache
     def planned(size: int) -> tuple[TailPlan, ...]:
-        return tuple(choose(tail, wanted, size, device, forced, drops) for tail in cut.all_tails())
+        return tuple(choose(tail, wanted, size, device, asked) for tail in cut.all_tails())
 
     if microbatch_size == "auto":
-        microbatch_size = choose_microbatch_size(cut, wanted, batch_size, device, planned, drops, room)
+        microbatch_size = choose_microbatch_size(
+            cut, wanted, batch_size, device, planned, asked.drops, room
+        )
     assert not isinstance(microbatch_size, str)
     group_size = math.lcm(*(s.unit for own in wanted for s in own if isinstance(s.unit, int)))
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
     tails, weighed = start_from_weight(cut.program, planned(at_once))
-    return Schedule(batch_size, at_once, group_size, tuple(paths), tails, weighed, drops)
+    return Schedule(batch_size, at_once, group_size, tuple(paths), tails, weighed, asked.drops)

@@ -6,6 +6,8 @@ finite), `by_norm` (means whose weights depend on norms), `microbatches` (runs a
 (statistics that need all examples side by side).
 """
 
+from pergrad._run.last import Block as Block
+from pergrad._run.last import inner_products as inner_products
 from pergrad._run.last import part_of_all as part_of_all
 from pergrad._run.last import run_last as run_last
 from pergrad._run.last import with_shares_of_kept as with_shares_of_kept

@@ -20,16 +20,16 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pergrad._compat import Literal, aval
-from pergrad._cut import Cut, CutLoop, Examples, Part
+from pergrad._cut import Cut, CutLoop, Examples, Part, Tail, positions_of
 from pergrad._ir import Env, evaluate, read, with_example_axis
 from pergrad._plan import Schedule, TailPlan, equations_of
-from pergrad._run.reduce import Directions, Reduction
+from pergrad._run.reduce import Reduction
 from pergrad._run.states import Key, States
-from pergrad._statistics import Accumulator, LeafStatistic, Phase, Reading
+from pergrad._statistics import Accumulator, Phase, Reading
 
 # A tail in a loop, as a call. Its arguments are the example's weight, the factors and the constants of
 # the tail, the states so far, and the directions.
-Reducer = Callable[[Any, list[Any], list[Any], States, dict[int, Any]], States]
+Reducer = Callable[[Any, list[Any], list[Any], States, States], States]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> di
     return {t.tail.number: make(schedule, t, shared) for t in schedule.tails if t.tail.levels}
 
 
-def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: Directions) -> States:
+def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: States) -> States:
     """Runs the backbone of the whole program, whose backward pass begins after the loss is known.
 
     Without that order XLA might compute what only the loss needs, such as the logarithms of all
@@ -68,7 +68,7 @@ def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: 
     return results | run_backbone(backward, env, loops, states, directions)
 
 
-def run_backbone(part: Part, env: Env, loops: InLoops, states: States, directions: Directions) -> States:
+def run_backbone(part: Part, env: Env, loops: InLoops, states: States, directions: States) -> States:
     """Runs the backbone, adds its variables to `env`, and returns the results of tails in loops."""
     results = States()
     for x in part.backbone:
@@ -79,9 +79,7 @@ def run_backbone(part: Part, env: Env, loops: InLoops, states: States, direction
     return results
 
 
-def _run_loop(
-    cut_loop: CutLoop, env: Env, loops: InLoops, states: States, directions: Directions
-) -> States:
+def _run_loop(cut_loop: CutLoop, env: Env, loops: InLoops, states: States, directions: States) -> States:
     """Runs a loop with tails inside, and returns their results, which have one entry for each round.
 
     If there are states from earlier microbatches, the loop carries those of all rounds, and each round
@@ -100,17 +98,15 @@ def _run_loop(
         results = run_backbone(part, inner, loops, states, directions)
         for tail in part.tails:
             factors, constants = ([inner[v] for v in vs] for vs in (tail.factors, tail.constants))
-            towards = {param: v for param, v in directions.items() if param in tail.params}
-            reduce = loops.reducers[tail.number]
-            results |= reduce(loops.w, factors, constants, states.of(tail.params), towards)
+            so_far, towards = states.of(tail.params), directions.of(tail.params)
+            results |= loops.reducers[tail.number](loops.w, factors, constants, so_far, towards)
         outs = [read(inner, loop.body.jaxpr.outvars[k]) for k in outputs]
         new = States({key: results[key] for key in of_all_rounds})
         of_all_rounds = jax.tree.map(lambda s, x: _with_round(s, number, x), of_all_rounds, new)
         others = States({key: x for key, x in results.items() if key not in new})
         return (outs[: loop.num_carry], of_all_rounds), (outs[loop.num_carry :], others)
 
-    towards = {param: v for param, v in directions.items() if param in params}
-    numbers = jnp.arange(loop.length)
+    numbers, towards = jnp.arange(loop.length), directions.of(params)
     (ends, carried), (ys, others) = loop.run(body, (init, states.of(params)), (numbers, xs, towards))
     env.update({loop.eqn.outvars[k]: out for k, out in zip(outputs, [*ends, *ys], strict=True)})
     return carried | others
@@ -135,12 +131,11 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
 
     @custom_vmap
     def reduce(
-        w: Any, factors: list[Any], constants: list[Any], states: States, directions: dict[int, Any]
+        w: Any, factors: list[Any], constants: list[Any], states: States, directions: States
     ) -> States:
         # This body never runs, because the weight always has the example axis. JAX traces it to learn
         # the shapes of the results.
-        grads = {param: aval(g) for param, g in zip(t.tail.params, t.tail.grads, strict=True)}
-        return States({(p, s): _like_result(s, grads[p], directions.get(p)) for p, s in _keys(t)})
+        return States({key: _like_result(t.tail, key, directions.get(key)) for key in _keys(t)})
 
     @reduce.def_vmap
     def rule(
@@ -150,7 +145,7 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
         factors: list[Any],
         constants: list[Any],
         states: States,
-        directions: dict[int, Any],
+        directions: States,
     ) -> tuple[States, Any]:
         factors = [with_example_axis(x, b, size) for x, b in zip(factors, batched[1], strict=True)]
         examples = Examples(size, w if shared is None else shared, factors, constants)
@@ -167,7 +162,7 @@ def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Re
     """A tail in a loop, as a call that reduces over one example, whose arrays have no example axis."""
 
     def reduce(
-        w: Any, factors: list[Any], constants: list[Any], states: States, directions: dict[int, Any]
+        w: Any, factors: list[Any], constants: list[Any], states: States, directions: States
     ) -> States:
         in_front = [jnp.expand_dims(x, 0) for x in factors]
         examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
@@ -182,7 +177,7 @@ def _reduced(
     t: TailPlan,
     examples: Examples,
     states: States,
-    directions: dict[int, Any],
+    directions: States,
 ) -> States:
     reduction = Reduction(t, examples, directions, schedule.paths)
     results = reduction.run(t.of(Phase.FIRST), states)
@@ -194,11 +189,15 @@ def _keys(t: TailPlan) -> list[Key]:
     return [(param, s) for s in t.statistics(Phase.FIRST) for param in t.tail.params]
 
 
-def _like_result(statistic: LeafStatistic, like: Any, direction: Any) -> Any:
+def _like_result(tail: Tail, key: Key, direction: Any) -> Any:
     """Zeros shaped like the state of an accumulator, or like the value of a reading."""
+    param, statistic = key
+    place = tail.params.index(param)
+    like = aval(tail.grads[place])
     if isinstance(statistic, Accumulator):
         return statistic.init(like)
     assert isinstance(statistic, Reading)
     g = jax.ShapeDtypeStruct(like.shape, like.dtype)
     shape = jax.eval_shape(lambda g: statistic.of(g, direction), g)
-    return jnp.zeros(shape.shape, shape.dtype)
+    positions = [positions_of(tail, place)] if statistic.unit == "position" else []
+    return jnp.zeros((*positions, *shape.shape), shape.dtype)

@@ -29,7 +29,11 @@ def means_by_norm(
     `w` are the examples' weights [B], `read` has the squared norms, and `states` has the states so far.
     `max_norms` has the largest norm at each parameter, or is None if no statistic takes one.
     """
-    squares = {param: x for (param, s), x in read.items() if s.quantity is Quantity.SQUARED_NORMS}
+    squares = {
+        param: x
+        for (param, s), x in read.items()
+        if s.quantity is Quantity.SQUARED_NORMS and s.unit == "example"
+    }
 
     @functools.cache
     def weights(statistic: Accumulator, norm: str, paths: Sequence[str]) -> jax.Array:

@@ -5,10 +5,11 @@ The last phase has the statistics that need all examples side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pergrad._cut import Cut, Examples, FactorPair, depends_on_cotangent, factor_pair
 from pergrad._ir import Devices, evaluate_independent, needed_equations
@@ -30,6 +31,16 @@ def with_shares_of_kept(outcome: Outcome, kept: jax.Array) -> Outcome:
         if isinstance(s, Accumulator)
     }
     return outcome._replace(states=outcome.states | states)
+
+
+class Block(NamedTuple):
+    """Examples that have been through the model: their number, and their factors [size, ...].
+
+    The factors are those that are kept of each tail, by the tail's number.
+    """
+
+    size: int
+    factors: dict[int, list[jax.Array]]
 
 
 def part_of_all(outcome: Outcome, devices: Devices) -> Outcome:
@@ -55,24 +66,53 @@ def run_last(
     devices are gathered.
     """
     program = cut.program
-    kept = [schedule.tails[n].tail for n in outcome.factors]
-    env = program.starting_env(params)
-    needed = {v for tail in kept for v in tail.constants}
-    evaluate_independent(needed_equations(program.jaxpr.eqns, needed), env, cut.varies)
+    constants_of = _constants(cut, schedule, params, outcome.factors)
     hands_out = any(t.hands_out_factors for t in schedule.tails)
     late = depends_on_cotangent(program) if hands_out else set()
     results = States()
     pairs: dict[int, FactorPair | None] = {}
     for number, factors in outcome.factors.items():
         t = schedule.tails[number]
-        constants = [env[v] for v in t.tail.constants]
-        examples = Examples(schedule.batch_size, 1 / schedule.batch_size, factors, constants)
+        size = schedule.batch_size
+        examples = Examples(size, 1 / size, factors, constants_of[number])
         if choices := t.of(Phase.LAST):
-            everybody = Reduction(t, _of_all(examples, devices), {}, schedule.paths)
+            everybody = Reduction(t, _of_all(examples, devices), States(), schedule.paths)
             results |= everybody.run(choices, States())
         if t.hands_out_factors:
             pairs |= dict.fromkeys(t.tail.params, factor_pair(t.tail, late, examples))
     return results, pairs
+
+
+@jax.named_scope(SCOPE)
+def inner_products(
+    cut: Cut, schedule: Schedule, params: Sequence[Any], a: Block, b: Block | None
+) -> States:
+    """The inner products [A, B] of the gradients of the examples of two blocks, for each parameter.
+
+    None for `b` stands for the block `a` itself.
+    """
+    results = States()
+    constants_of = _constants(cut, schedule, params, a.factors)
+    for number, factors in a.factors.items():
+        t, constants = schedule.tails[number], constants_of[number]
+        examples = Examples(a.size, 1.0, factors, constants)
+        if b is not None:
+            both = [jnp.concatenate(xs) for xs in zip(factors, b.factors[number], strict=True)]
+            here, others = (0, a.size), (a.size, b.size)
+            examples = Examples(a.size + b.size, 1.0, both, constants, here, others)
+        results |= Reduction(t, examples, States(), schedule.paths).run(t.of(Phase.LAST), States())
+    return results
+
+
+def _constants(
+    cut: Cut, schedule: Schedule, params: Sequence[Any], numbers: Iterable[int]
+) -> dict[int, list[Any]]:
+    """The constants of the tails with these numbers."""
+    tails = {number: schedule.tails[number].tail for number in numbers}
+    env = cut.program.starting_env(params)
+    needed = {v for tail in tails.values() for v in tail.constants}
+    evaluate_independent(needed_equations(cut.program.jaxpr.eqns, needed), env, cut.varies)
+    return {number: [env[v] for v in tail.constants] for number, tail in tails.items()}
 
 
 def _of_all(examples: Examples, devices: Devices) -> Examples:

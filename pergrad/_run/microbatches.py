@@ -13,6 +13,8 @@ several devices share the batch, each device runs its own examples.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +28,8 @@ from pergrad._plan import Schedule
 from pergrad._run.backbone import InLoops, reducers_in_loops, run_program
 from pergrad._run.by_norm import means_by_norm
 from pergrad._run.finite import finite_examples
-from pergrad._run.reduce import Directions, Reduction, empty_states
-from pergrad._run.states import States
+from pergrad._run.reduce import Reduction, empty_states
+from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, Phase
 
 SCOPE = "pergrad"  # the named scope of a run, which has a scope for the backbone and for each tail
@@ -37,11 +39,14 @@ class Given(NamedTuple):
     """What the caller passes by keyword, as one array for each parameter.
 
     `directions` are those of inner products, and `max_norms` are the largest norms. They are None if no
-    statistic takes them.
+    statistic takes them. Several directions of a parameter have one more axis in front.
     """
 
     directions: Sequence[Any] | None = None
     max_norms: Sequence[Any] | None = None
+
+
+NOTHING = Given()
 
 
 class Outcome(NamedTuple):
@@ -66,14 +71,14 @@ def run(
     params: Sequence[Any],
     examples: Sequence[Any],
     w: Weights,
-    given: Given,
+    given: Given = NOTHING,
 ) -> Outcome:
     """Runs all phases of the schedule but the last for the examples, whose leaves are [B, ...].
 
     `w` is each example's share of the batch: [B], or one number for all. If examples are dropped, the
     states are those for the shares of the others, which then do not add up to 1.
     """
-    directions = _inward(schedule, given.directions)
+    directions = _directions(schedule, params, given.directions)
     microbatch = _Microbatch(cut, schedule, params, directions, given.max_norms)
     states = _starting_states(schedule)
     rounds = schedule.microbatches
@@ -118,17 +123,25 @@ def _starting_states(schedule: Schedule) -> States:
     return states
 
 
-def _inward(schedule: Schedule, directions: Sequence[Any] | None) -> dict[int, Any]:
-    """The direction of each parameter, laid out like the gradient inside the loops of its tail."""
-    found: dict[int, Any] = {}
-    if directions is None:
-        return found
+def _directions(schedule: Schedule, params: Sequence[Any], directions: Sequence[Any] | None) -> States:
+    """What statistics need beside gradients, for each parameter, as the direction of a call.
+
+    In a tail in loops it is laid out like the gradient inside the loops. The axis of several directions
+    then stands behind the axes of the loops.
+    """
+    found: dict[Key, Any] = {}
     for t in schedule.tails:
-        if any(statistic.takes_direction for statistic in t.statistics(Phase.FIRST)):
-            for param in t.tail.params:
-                direction = directions[param]
-                found[param] = t.tail.inward(param, direction) if t.tail.levels else direction
-    return found
+        for param, statistic in itertools.product(t.tail.params, t.statistics(Phase.FIRST)):
+            direction = None if directions is None else directions[param]
+            own = statistic.towards(schedule.paths[param], params[param], direction)
+            if own is not None and t.tail.levels:
+                inward = functools.partial(t.tail.inward, param)
+                if own.ndim > params[param].ndim:
+                    inward = jax.vmap(inward, out_axes=len(t.tail.levels))
+                own = inward(own)
+            if own is not None:
+                found[param, statistic] = own
+    return States(found)
 
 
 class _Microbatch(NamedTuple):
@@ -137,7 +150,7 @@ class _Microbatch(NamedTuple):
     cut: Cut
     schedule: Schedule
     params: Sequence[Any]
-    directions: Directions
+    directions: States
     max_norms: Sequence[Any] | None
 
     def run(self, examples: Sequence[Any], w: Weights, states: States) -> Outcome:

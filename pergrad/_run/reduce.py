@@ -19,21 +19,20 @@ from pergrad._strategies import Job
 
 NAMED = 3  # how many of its parameters the name of a tail has at most
 
-Directions = Mapping[int, jax.Array]  # the direction of each parameter, by the parameter's number
-
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """The plan of a tail, and the examples over which the tail is reduced.
 
-    `directions` are those of the call, laid out like the gradients of the tail. `paths` are the names of
-    all parameters. `weighed` are the variables that carry the weight of an example as a factor, which
-    are none if the backward pass started from 1. `_units` keeps the units that have been made.
+    `directions` has what statistics need beside gradients, as the direction of a call, laid out like the
+    gradients of the tail. `paths` are the names of all parameters. `weighed` are the variables that
+    carry the weight of an example as a factor, which are none if the backward pass started from 1.
+    `_units` keeps the units that have been made.
     """
 
     plan: TailPlan
     examples: Examples
-    directions: Directions
+    directions: States
     paths: Sequence[str]
     weighed: Collection[Var] = ()
     _units: dict[Units, Examples] = dataclasses.field(default_factory=dict)
@@ -63,12 +62,19 @@ class Reduction:
         """
         tail = choice.units.tail
         jobs = [
-            Job(tail.params.index(param), statistic, state, self.directions.get(param))
+            Job(tail.params.index(param), statistic, state, self.directions.get((param, statistic)))
             for (param, statistic), state in starts.items()
         ]
         with jax.named_scope(self.name), jax.named_scope(str(choice.strategy)):
             made = choice.strategy.reduce(tail, jobs, examples)
-        return dict(zip(starts, made, strict=True))
+        return {key: self._laid_out(key, x) for key, x in zip(starts, made, strict=True)}
+
+    def _laid_out(self, key: Key, made: Any) -> Any:
+        """What a strategy has made. The values of positions [B T, ...] get axes of both, [B, T, ...]."""
+        _, statistic = key
+        if statistic.unit != "position":
+            return made
+        return made.reshape(self.examples.size, -1, *made.shape[1:])
 
     @property
     def name(self) -> str:

@@ -2,7 +2,8 @@
 
 In reading order: `base` (what every statistic says about itself), `of_parameters` (statistics of each
 parameter on its own), `of_examples` (statistics of an example's whole gradient, and of its loss),
-`by_norm` (means whose weights depend on norms), `combine` (merges the results of several batches).
+`by_norm` (means whose weights depend on norms), `sketch` (random projections), `combine` (merges the
+results of several batches).
 """
 
 from pergrad._statistics.base import Accumulator as Accumulator
@@ -17,6 +18,7 @@ from pergrad._statistics.base import Reading as Reading
 from pergrad._statistics.base import Source as Source
 from pergrad._statistics.base import State as State
 from pergrad._statistics.base import Statistic as Statistic
+from pergrad._statistics.base import Unit as Unit
 from pergrad._statistics.base import WeightedSum as WeightedSum
 from pergrad._statistics.by_norm import ClippedMean as ClippedMean
 from pergrad._statistics.by_norm import WeightedMean as WeightedMean
@@ -39,3 +41,7 @@ from pergrad._statistics.of_parameters import Mean as Mean
 from pergrad._statistics.of_parameters import Variance as Variance
 from pergrad._statistics.of_parameters import mean_of as mean_of
 from pergrad._statistics.of_parameters import power as power
+from pergrad._statistics.sketch import Project as Project
+from pergrad._statistics.sketch import Signs as Signs
+from pergrad._statistics.sketch import Sketch as Sketch
+from pergrad._statistics.sketch import SketchLayout as SketchLayout

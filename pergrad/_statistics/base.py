@@ -32,6 +32,8 @@ from pergrad._ir import Devices, Weights, added
 State = Any
 Shaped = jax.Array | jax.ShapeDtypeStruct
 Per = int | Literal["example", "token"]
+# What a unit can be: beside those that users name, all contributions of one position together.
+Unit = Per | Literal["position"]
 
 
 class Phase(enum.Enum):
@@ -53,7 +55,8 @@ class Quantity(enum.Enum):
     SUM = "the sum of w_i phi(g_i) for an elementwise phi"
     CENTRED = "the sum of w_i, the mean of g_i, and the sum of w_i (g_i - mean)^2"
     SQUARED_NORMS = "||g_i||^2 for every example"
-    PROJECTIONS = "<g_i, v> for every example and a direction v"
+    PROJECTIONS = "<g_i, v> for every example and a direction v, or several directions"
+    SKETCHES = "S g_i for every example and a fixed random matrix S"
     PAIRS = "<g_i, g_j> for all pairs of examples"
     GRADIENTS = "the gradients themselves"
     FACTORS = "the factors that the gradients are made of"
@@ -114,9 +117,16 @@ class Statistic:
     """Base class of everything that can stand in the tree given to `value_and_stats`."""
 
     @property
-    def unit(self) -> Per:
-        """What one unit is: an example, a group of examples, or a single contribution to a sum."""
+    def unit(self) -> Unit:
+        """What one unit is: an example, a group of examples, or a part of a sum over positions."""
         return "example"
+
+    def together(self, path: str) -> str:
+        """A name that is equal for parameters whose values are added up position by position.
+
+        It matters only if the unit is a position.
+        """
+        return "all"
 
     @property
     def layout(self) -> Layout:
@@ -206,6 +216,22 @@ class LeafStatistic(Statistic):
         """Whether the examples have the same weights in this statistic as in all others."""
         return True
 
+    def towards(self, path: str, like: Shaped, direction: Any) -> Any:
+        """What the statistic needs beside the gradients of the parameter at `path`, or None.
+
+        It is made once for a call. `like` has the shape and dtype of the gradient. `direction` is the
+        direction of the call, or None if the call has none.
+        """
+        return direction if self.takes_direction else None
+
+    def operations(self, like: Shaped, examples: int, directions: int) -> float:
+        """The operations of the products that the statistic makes with one gradient shaped like `like`.
+
+        Passes over the entries do not count. `examples` is the number of examples at a time, and
+        `directions` the number of directions of the call.
+        """
+        return 0
+
     def from_quantity(self, state: State | None, value: Any) -> Any:
         """The new state, or the values of all examples, from the quantity `value`.
 
@@ -228,7 +254,7 @@ class Reading(LeafStatistic, abc.ABC):
 
     @abc.abstractmethod
     def of(self, g: jax.Array, direction: Any) -> jax.Array:
-        """The value of one gradient. `direction` is None unless the statistic takes a direction."""
+        """The value of one gradient. `direction` is what `towards` returned for the parameter."""
 
     def read_out(self, value: Any, source: Source) -> Any:
         # Each round of the loops around a tail has a part of the gradient, and the parts' values add up.
@@ -352,7 +378,7 @@ class OfAllGradients(LeafStatistic, abc.ABC):
 
     @abc.abstractmethod
     def of_all(self, own: jax.Array, gs: jax.Array) -> jax.Array:
-        """The values of the gradients `own` with all gradients `gs` [B, ...], which include `own`."""
+        """The values [A, B] of the gradients `own` [A, ...] with the gradients `gs` [B, ...]."""
 
 
 def checked_per(per: Any) -> Per:

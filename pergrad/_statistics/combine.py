@@ -30,11 +30,11 @@ def combine(stats: Any, a: Any, b: Any) -> Any:
     """Merges the results of two batches, as if all their examples had been in one batch.
 
     Means and variances need a `pg.Count()` among the statistics, which says how much each batch counts.
-    A variance also needs the `pg.Mean()` of the same units. `Norm`, `Dot`, `Loss`, `Individual` and
-    `Factors` have the examples of `a`, followed by the examples of `b`. `Gram`, `Fold` and
-    `Variance(per="token")` cannot be merged. A batch whose count is 1 or less has no variance, and then
-    the merged batch has none either. The merged variance is as exact as the means, which `pg.Mean()`
-    rounds to the parameter's dtype.
+    A variance also needs the `pg.Mean()` of the same units. `Norm`, `Dot`, `Project`, `Loss`,
+    `Individual` and `Factors` have the examples of `a`, followed by the examples of `b`. `Gram`, `Fold`
+    and `Variance(per="token")` cannot be merged. A batch whose count is 1 or less has no variance, and
+    then the merged batch has none either. The merged variance is as exact as the means, which
+    `pg.Mean()` rounds to the parameter's dtype.
 
     Args:
       stats: the tree of statistics that was passed to `value_and_stats`.

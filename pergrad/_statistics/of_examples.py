@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,9 @@ from pergrad._statistics.base import (
     Quantity,
     Reading,
     Seen,
+    Shaped,
     Statistic,
+    Unit,
 )
 
 Where = Callable[[str], bool]
@@ -40,9 +43,23 @@ Where = Callable[[str], bool]
 By = Literal["all", "leaf"] | Callable[[str], str]
 
 
+PerExample = Literal["example", "token"]
+
+
 @dataclasses.dataclass(frozen=True)
-class SquaredNorm(Reading):
-    """The squared norm `||g||^2` of one parameter's gradient, for every example."""
+class _OfPositions(Reading):
+    """A reading of an example's gradient, or of what each position contributes to it."""
+
+    per: PerExample = "example"
+
+    @property
+    def unit(self) -> Unit:
+        return "position" if self.per == "token" else "example"
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredNorm(_OfPositions):
+    """The squared norm `||g||^2` of one parameter's gradient, for every example or position."""
 
     @property
     def quantity(self) -> Quantity:
@@ -57,8 +74,8 @@ class SquaredNorm(Reading):
 
 
 @dataclasses.dataclass(frozen=True)
-class Projection(Reading):
-    """The inner product `<g, v>` of one parameter's gradient with the direction v of the call."""
+class Projection(_OfPositions):
+    """The inner product `<g, v>` of one parameter's gradient with each direction v of the call."""
 
     @property
     def takes_direction(self) -> bool:
@@ -72,8 +89,13 @@ class Projection(Reading):
     def in_parts(self) -> bool:
         return True
 
+    def operations(self, like: Shaped, examples: int, directions: int) -> float:
+        return 2 * directions * math.prod(like.shape) if directions > 1 else 0
+
     def of(self, g: jax.Array, direction: Any) -> jax.Array:
-        return jnp.sum(widen(g) * direction)
+        if direction.ndim == g.ndim:
+            return jnp.sum(widen(g) * direction)
+        return jnp.tensordot(direction, widen(g), g.ndim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +105,9 @@ class Pairs(OfAllGradients):
     @property
     def quantity(self) -> Quantity:
         return Quantity.PAIRS
+
+    def operations(self, like: Shaped, examples: int, directions: int) -> float:
+        return 2 * examples * math.prod(like.shape)
 
     def of_all(self, own: jax.Array, gs: jax.Array) -> jax.Array:
         own, gs = (widen(x).reshape(len(x), -1) for x in (own, gs))
@@ -156,6 +181,16 @@ def norm_name(by: By, path: str) -> str:
     return name
 
 
+def check_per(statistic: Statistic, per: Any) -> None:
+    """Raises an error unless `per` is one of the values that the statistic's option `per` may have."""
+    if per not in get_args(PerExample):
+        name = type(statistic).__name__
+        raise ArgumentError(
+            f"{name}: per must be 'example' or 'token' (each position alone), not {per!r}. Groups of "
+            "examples are units of pg.Mean and pg.Variance."
+        )
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm(Selecting):
     """The l2 norm of each example's gradient, shape [B]. Example weights do not change it.
@@ -167,6 +202,21 @@ class Norm(Selecting):
       where: a function of a parameter's path, which is a string such as `['Dense_0']['kernel']`
         (`explain` shows all paths). Only the parameters for which it returns True are used. With
         `by="leaf"` the result has None for the others.
+      per: with `"token"` the result has the norm of what each position contributes, [B, T].
+
+    With `per="token"` the gradient of an example is the mean of T parts, one for each position, and the
+    result has the norms of the parts. A part is T times what its position adds to the sums over
+    positions in which the gradients of the selected parameters end: one of T products, one lookup, one
+    summand of a bias. If a parameter is in several such sums, as a tied embedding is, the part has the
+    summands of all of them. A gradient that is the same for all examples belongs to every part. Without
+    positions T is 1.
+
+    All selected parameters must have the same number of positions, or an error names two that differ.
+    Position embeddings have one, because their gradient is no sum over positions: leave them out with
+    `where`, or use `by="leaf"`, where each parameter may have positions of its own. Position t is place
+    t in the sum, in the order in which the model has its positions there. If a model reverses, sorts or
+    transposes its positions between two layers, these orders differ, which cannot be seen from here. A
+    ragged product, whose tokens are sorted by expert, is refused.
 
     >>> loss = lambda p, x: jnp.mean(p["w"] * x + p["b"])
     >>> params = {"w": jnp.float32(1), "b": jnp.float32(1)}
@@ -181,13 +231,23 @@ class Norm(Selecting):
 
     by: By = "all"
     where: Where | None = None
+    _: dataclasses.KW_ONLY
+    per: PerExample = "example"
 
     def __post_init__(self) -> None:
         check_by(self, self.by)
         self.check_where(self.where)
+        check_per(self, self.per)
+
+    @property
+    def unit(self) -> Unit:
+        return "position" if self.per == "token" else "example"
+
+    def together(self, path: str) -> str:
+        return norm_name(self.by, path)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        return (SquaredNorm(),) if self.selects(path) else ()
+        return (SquaredNorm(self.per),) if self.selects(path) else ()
 
     def result(self, seen: Seen) -> Any:
         if not callable(self.by):
@@ -240,23 +300,49 @@ class Gram(Selecting):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Dot(Statistic):
+@dataclasses.dataclass(frozen=True, repr=False)
+class Dot(Selecting):
     """The inner product `<g_i, v>` of each example's gradient with a direction, shape [B].
 
-    The caller passes the direction, a tree like the parameters, as the keyword `direction`.
+    The caller passes the direction, a tree like the parameters, as the keyword `direction`. If every
+    leaf of it has one more axis in front, of the same length K, these are K directions, and the result
+    is [B, K]. Weights do not change it.
+
+    Args:
+      per: with `"token"` the result has the inner products of what each position contributes, [B, T],
+        or [B, T, K]. Their mean over positions is the inner product of the example's gradient. `Norm`
+        says what a part is, and which parameters have positions in common.
+      where: selects parameters as in `Norm`. The direction is a tree like all parameters in any case.
 
     >>> loss = lambda w, x: jnp.mean(x @ w)
     >>> pg.grad_stats(loss, pg.Dot())(jnp.ones(2), jnp.eye(2), direction=jnp.array([5.0, 7.0]))
     Array([5., 7.], dtype=float32)
+    >>> pg.grad_stats(loss, pg.Dot())(jnp.ones(2), jnp.ones((4, 2)), direction=jnp.ones((3, 2))).shape
+    (4, 3)
+    >>> square, x = lambda w, x: jnp.mean((x @ w) ** 2), jnp.eye(2)[None]  # an example of two positions
+    >>> dot = pg.Dot(per="token")
+    >>> pg.grad_stats(square, dot)(jnp.ones(2), x, direction=jnp.array([5.0, 7.0]))
+    Array([[10., 14.]], dtype=float32)
     """
+
+    _: dataclasses.KW_ONLY
+    per: PerExample = "example"
+    where: Where | None = None
+
+    def __post_init__(self) -> None:
+        self.check_where(self.where)
+        check_per(self, self.per)
+
+    @property
+    def unit(self) -> Unit:
+        return "position" if self.per == "token" else "example"
 
     @property
     def takes_direction(self) -> bool:
         return True
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        return (Projection(),)
+        return (Projection(self.per),) if self.selects(path) else ()
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
         return added_up(leaves)

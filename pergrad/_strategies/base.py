@@ -74,8 +74,8 @@ class Strategy(abc.ABC):
         """The price of this statistic, or of all statistics if one pass feeds all of them."""
 
     @abc.abstractmethod
-    def operations(self, work: Work, statistics: int) -> float:
-        """The number of floating-point operations; `statistics` is the number of statistics."""
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
+        """The number of floating-point operations for these statistics."""
 
     @abc.abstractmethod
     def temporary_bytes(self, work: Work) -> float:
@@ -104,9 +104,11 @@ class FormingStrategy(Strategy):
     forms_gradients = True
     feeds_all = True
 
-    def operations(self, work: Work, statistics: int) -> float:
-        # A statistic takes about two operations for every number of a gradient.
-        return work.forming_operations + 2 * work.size * statistics * work.numbers
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
+        # A statistic takes about two operations for every number of a gradient, and its products.
+        passes = 2 * work.size * len(statistics) * work.numbers
+        products = sum(work.operations_on_formed(statistic) for statistic in statistics)
+        return work.forming_operations + passes + products
 
     def reason(self, work: Work) -> str:
         if not work.tail.terms:

@@ -64,10 +64,10 @@ class Centred(Strategy):
         passes = 3 if self._products(work) > 1 else work.size
         return products + work.moving(passes * work.gradient, at_once=3 * work.gradient)
 
-    def operations(self, work: Work, statistics: int) -> float:
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
         products = self._products(work)
         passes = 1 if products > 1 else work.size
-        return statistics * (products * work.summing_operations + 4 * passes * work.numbers)
+        return len(statistics) * (products * work.summing_operations + 4 * passes * work.numbers)
 
     def temporary_bytes(self, work: Work) -> float:
         return self._products(work) * work.gradient

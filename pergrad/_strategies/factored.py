@@ -48,8 +48,8 @@ class Factored(Strategy):
         products = work.summing_operations / work.device.product_rate
         return products + work.moving(2 * work.factors + work.gradient)
 
-    def operations(self, work: Work, statistics: int) -> float:
-        return statistics * work.summing_operations
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
+        return len(statistics) * work.summing_operations
 
     def temporary_bytes(self, work: Work) -> float:
         return work.factors

@@ -46,15 +46,15 @@ class InnerProducts(Strategy):
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
         # B F_g / product rate + 2 f / memory rate + B rounds, or, if batched, B F_g / batched rate +
         # 2 f / memory rate. The inner products of all pairs take B times as many operations.
-        others = work.size if statistic.quantity is Quantity.PAIRS else 1
-        operations = work.size * _operations_of_one(work) * others
+        operations = work.size * _operations_of_one(work) * _others(work, statistic)
         device = work.device
         rate = device.batched_rate if self.batched else device.product_rate
         rounds = 0 if self.batched else work.size * device.loop_round
         return operations / rate + work.moving(2 * work.factors) + rounds
 
-    def operations(self, work: Work, statistics: int) -> float:
-        return statistics * work.size * _operations_of_one(work)
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
+        others = (_others(work, statistic) for statistic in statistics)
+        return sum(others) * work.size * _operations_of_one(work)
 
     def temporary_bytes(self, work: Work) -> float:
         return 2 * work.positions**2 * 4 if work.positions > 1 else 0
@@ -91,14 +91,16 @@ class InnerProducts(Strategy):
         return self._map(norm, x, d)
 
     def _pairs(self, x: jax.Array, d: jax.Array, examples: Examples) -> jax.Array:
+        own_x, own_d = (examples.those_here(a) for a in (x, d))
+        x, d = (examples.the_others(a) for a in (x, d))
+
         def row(x_i: jax.Array, d_i: jax.Array) -> jax.Array:
             xs, ds = jnp.einsum("gta,jgsa->gtjs", x_i, x), jnp.einsum("gtb,jgsb->gtjs", d_i, d)
             return jnp.sum(xs * ds, axis=(0, 1, 3))
 
         if x.shape[1] == x.shape[2] == 1:
-            x, d = x[:, 0, 0], d[:, 0, 0]
-            return (examples.those_here(x) @ x.T) * (examples.those_here(d) @ d.T)
-        return self._map(row, examples.those_here(x), examples.those_here(d))
+            return (own_x[:, 0, 0] @ x[:, 0, 0].T) * (own_d[:, 0, 0] @ d[:, 0, 0].T)
+        return self._map(row, own_x, own_d)
 
     def _map(self, f: Callable[..., jax.Array], x: jax.Array, d: jax.Array) -> jax.Array:
         return jax.vmap(f)(x, d) if self.batched else lax.map(lambda xd: f(*xd), (x, d))
@@ -107,6 +109,11 @@ class InnerProducts(Strategy):
 def _squares(x: jax.Array) -> jax.Array:
     """The squared norm of each matrix, which has one row."""
     return jnp.sum(jnp.square(x), axis=(2, 3))
+
+
+def _others(work: Work, statistic: LeafStatistic) -> int:
+    """With how many gradients an inner product of each is taken."""
+    return work.size if statistic.quantity is Quantity.PAIRS else 1
 
 
 def _operations_of_one(work: Work) -> float:

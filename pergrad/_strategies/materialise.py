@@ -28,9 +28,11 @@ class Materialise(FormingStrategy):
         return None
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # B (F_t + F_s) / batched rate + B g (1 + s) / memory rate
+        # B (F_t + F_s) / batched rate + B F_r / product rate + B g (1 + s) / memory rate, where the
+        # statistic takes F_r operations for products with one gradient
         passes = 1 + work.accumulators
         formed = work.forming_operations / work.device.batched_rate
+        formed += work.operations_on_formed(statistic) / work.device.product_rate
         return formed + work.moving(work.size * work.gradient * passes)
 
     def temporary_bytes(self, work: Work) -> float:
@@ -54,5 +56,5 @@ def _fed(job: Job, tail: Tail, gs: jax.Array, examples: Examples) -> Any:
     if isinstance(statistic, Reading):
         return jax.vmap(lambda g: statistic.of(g, job.direction))(gs)
     if isinstance(statistic, OfAllGradients):
-        return statistic.of_all(examples.those_here(gs), gs)
+        return statistic.of_all(examples.those_here(gs), examples.the_others(gs))
     return job.fed(tail, gs, examples.weights)

@@ -21,6 +21,7 @@ examples are treated as if they had it:
 A squared norm is the sum of the squares of those rows of an example that arrive in the gradient. For the
 inner products of two examples' gradients the rows of one are laid out in a table, in which the rows of
 the other are looked up; for the inner product with a direction they are looked up in the direction.
+For a random projection P^T g Q they are looked up in P: it is the sum over rows of P[k_ir]^T (v_ir Q).
 """
 
 from __future__ import annotations
@@ -37,12 +38,23 @@ from jax import lax
 from pergrad._compat import aval
 from pergrad._cut import Examples, Lookup, Rows, Tail, Way, of_nothing, ways_to
 from pergrad._ir import Weights, accumulation_dtype, counts, total, weigh
-from pergrad._statistics import PLAIN_MEAN, LeafStatistic, Quantity, WeightedSum
+from pergrad._statistics import PLAIN_MEAN, LeafStatistic, Quantity, Sketch, WeightedSum
 from pergrad._strategies.base import Job, Strategy
 from pergrad._strategies.work import Work
 
 # The quantities that rows are enough for.
-OF_ROWS = (Quantity.SUM, Quantity.CENTRED, Quantity.SQUARED_NORMS, Quantity.PAIRS)
+OF_ROWS = (
+    Quantity.SUM,
+    Quantity.CENTRED,
+    Quantity.SQUARED_NORMS,
+    Quantity.PROJECTIONS,
+    Quantity.SKETCHES,
+    Quantity.PAIRS,
+)
+
+
+# Names of axes for `jnp.einsum`: the example, the lookup, and compressed rows, followed by columns.
+EXAMPLE, LOOKUP, COMPRESSED = 100, 101, 102
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +80,8 @@ class Sparse(Strategy):
         # (2 + s) (f + g) / memory rate
         return work.moving((2 + work.accumulators) * (work.factors + work.gradient))
 
-    def operations(self, work: Work, statistics: int) -> float:
-        return 2 * statistics * work.size * work.factor_numbers
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
+        return 2 * len(statistics) * work.size * work.factor_numbers
 
     def temporary_bytes(self, work: Work) -> float:
         """The bytes of the rows that all examples looked up, once more for each accumulator."""
@@ -105,6 +117,11 @@ def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | Non
             return "repeats entries after the lookup"
         if not all(way.has_one_number and not way.replaces for way in ways):
             return "repeats entries and scales or drops them one by one"
+    if isinstance(statistic, Sketch):
+        if not statistic.layout_of(aval(tail.grads[place]).shape).compresses:
+            return "small"
+        if any(way.layout for way in ways):
+            return "moves entries after the lookup"
     return next(filter(None, (lookup.why_not_rows() for lookup in lookups)), None)
 
 
@@ -204,6 +221,8 @@ class _LookedUp:
                 return _squared_norms(self.rows) + self._square_of_nothing()
             case Quantity.PROJECTIONS:
                 return self._projections(job.direction)
+            case Quantity.SKETCHES:
+                return self._sketches(job)
             case Quantity.PAIRS:
                 return _pairs(self.table, self.rows, self.examples) + self._square_of_nothing()
         raise AssertionError(statistic)
@@ -221,9 +240,39 @@ class _LookedUp:
 
     def _projections(self, direction: jax.Array) -> jax.Array:
         """<g_i, v>: each row times the part of v where the row arrives."""
-        v = self.table.at(self.ways[0].moved_back(self.env, direction), self.rows.keys)
-        own = jnp.sum(self.rows.values * v, axis=range(1, v.ndim))
-        return own if self.of_nothing is None else own + jnp.sum(self.of_nothing * direction)
+        rows, nothing = self.rows, self.of_nothing
+
+        def on_one(direction: jax.Array) -> jax.Array:
+            v = self.table.at(self.ways[0].moved_back(self.env, direction), rows.keys)
+            own = jnp.sum(rows.values * v, axis=range(1, v.ndim))
+            return own if nothing is None else own + jnp.sum(nothing * direction)
+
+        is_one = direction.ndim == len(aval(self.tail.grads[self.place]).shape)
+        return on_one(direction) if is_one else lax.map(on_one, direction).T
+
+    def _sketches(self, job: Job) -> jax.Array:
+        """The random projections; the table is laid out like the gradient."""
+        statistic, signs = job.statistic, job.direction
+        assert isinstance(statistic, Sketch)
+        shape = aval(self.tail.grads[self.place]).shape
+        layout, lookup, rows = statistic.layout_of(shape), self.table, self.rows
+        indices = jnp.unravel_index(rows.keys, lookup.sizes(lookup.indexed))
+        index_of = dict(zip(lookup.indexed, indices, strict=True))
+        window = [k for k in lookup.window if k in layout.axes]
+        values = rows.values.reshape(*rows.keys.shape, *(shape[k] for k in window))
+        operands: list[Any] = [values, [EXAMPLE, LOOKUP, *window]]
+        sides = layout.axes[: layout.split], layout.axes[layout.split :]
+        for is_columns, axes in enumerate(sides):
+            side, named = signs.side(layout, bool(is_columns)), [*axes, COMPRESSED + is_columns]
+            found = [k for k in axes if k in index_of]
+            if found:
+                side = jnp.moveaxis(side, [axes.index(k) for k in found], range(len(found)))
+                side = side[tuple(index_of[k] for k in found)]
+                named = [EXAMPLE, LOOKUP, *(k for k in named if k not in found)]
+            operands += [side, named]
+        u = jnp.einsum(*operands, [EXAMPLE, COMPRESSED, COMPRESSED + 1])
+        out = jax.vmap(signs.spread)(u)
+        return out if self.of_nothing is None else out + statistic.of(self.of_nothing, signs)[None]
 
     def _square_of_nothing(self) -> jax.Array | int:
         """The squared norm of 0 c."""
@@ -235,10 +284,12 @@ def _squared_norms(rows: Rows) -> jax.Array:
 
 
 def _pairs(lookup: Lookup, rows: Rows, examples: Examples) -> jax.Array:
+    other_keys, other_values = (examples.the_others(x) for x in (rows.keys, rows.values))
+
     def row(own: tuple[jax.Array, jax.Array]) -> jax.Array:
         keys, values = own
         table = lookup.to_table(keys[None], values[None])
-        return jnp.sum(lookup.at(table, rows.keys) * rows.values, axis=range(1, rows.values.ndim))
+        return jnp.sum(lookup.at(table, other_keys) * other_values, axis=range(1, other_values.ndim))
 
     return lax.map(row, (examples.those_here(rows.keys), examples.those_here(rows.values)))
 

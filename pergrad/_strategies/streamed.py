@@ -65,11 +65,12 @@ class Streamed(FormingStrategy):
         return None if isinstance(statistic, (Accumulator, Reading)) else "needs all gradients at once"
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
-        # B (F_t + F_s) / product rate + (B g + 2 R s g) / memory rate + R rounds, with R = B rounds of
-        # the loop that read and write all states. If one batched product forms the n gradients of a
-        # round, R = B / n, and gradients are read again: (2 B g + 2 R s g) / memory rate. If the
-        # gradient is divided, the passes have the rate of the cache, states are moved once more,
-        # 2 s g / memory rate, and every block has its own rounds.
+        # B (F_t + F_s + F_r) / product rate + (B g + 2 R s g) / memory rate + R rounds, where the
+        # statistic takes F_r operations for products with one gradient, and R = B rounds of the loop
+        # read and write all states. If one batched product forms the n gradients of a round, R = B / n,
+        # and gradients are read again: (2 B g + 2 R s g) / memory rate. If the gradient is divided, the
+        # passes have the rate of the cache, states are moved once more, 2 s g / memory rate, and every
+        # block has its own rounds.
         g, s, size = work.gradient, work.accumulators, work.size
         together = self.batched and self.at_a_time > 1
         rounds = math.ceil(size / self.at_a_time) if together else size
@@ -77,7 +78,8 @@ class Streamed(FormingStrategy):
         passes = work.moving(moved, at_once=g * (1 + s) / self._blocks(work))
         if self.block is not None:
             passes += work.moving(2 * s * g)
-        formed = work.forming_operations / work.device.product_rate
+        formed = work.forming_operations + work.operations_on_formed(statistic)
+        formed /= work.device.product_rate
         return formed + passes + self._blocks(work) * rounds * work.device.loop_round
 
     def temporary_bytes(self, work: Work) -> float:
@@ -207,7 +209,8 @@ class Streamed(FormingStrategy):
             like = jax.ShapeDtypeStruct(shape, whole.dtype)
 
             def part(x: jax.Array) -> jax.Array:
-                return lax.dynamic_slice_in_dim(x, first, length, axis.axis)
+                # Several directions have one more axis in front, so the axis is counted from the end.
+                return lax.dynamic_slice_in_dim(x, first, length, axis.axis - len(whole.shape))
 
             def start_of(job: Job, start: State, state: State) -> State:
                 if job.state is None:

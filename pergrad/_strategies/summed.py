@@ -17,7 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pergrad._compat import aval
 from pergrad._cut import Examples, Tail
 from pergrad._ir import Weights
 from pergrad._statistics import LeafStatistic, Quantity
@@ -46,11 +48,15 @@ class Summed(Strategy):
 
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:
         # (B F_t + F_s) / product rate + (f + g) / memory rate. Convolutions have a rate of their own.
+        # For inner products with several directions, all of that for each direction.
         rate = work.device.convolution_rate if work.convolves else work.device.product_rate
-        return work.summing_operations / rate + work.moving(work.factors + work.gradient)
+        times = work.directions if statistic.quantity is Quantity.PROJECTIONS else 1
+        return times * (work.summing_operations / rate + work.moving(work.factors + work.gradient))
 
-    def operations(self, work: Work, statistics: int) -> float:
-        return work.summing_operations
+    def operations(self, work: Work, statistics: Sequence[LeafStatistic]) -> float:
+        products = [s for s in statistics if s.quantity is Quantity.PROJECTIONS]
+        sums = int(len(products) < len(statistics))
+        return (sums + work.directions * len(products)) * work.summing_operations
 
     def temporary_bytes(self, work: Work) -> float:
         return 0
@@ -70,7 +76,10 @@ class Summed(Strategy):
         def projections(job: Job) -> jax.Array:
             ones = jnp.ones(examples.size, job.direction.dtype)
             _, pull = jax.vjp(lambda w: sums(w, jnp.sum(w))[job.place].astype(w.dtype), ones)
-            return pull(job.direction)[0]
+            if job.direction.ndim == len(aval(tail.grads[job.place]).shape):
+                return pull(job.direction)[0]
+            # One direction after the other, since a derivative takes as much memory as the factors.
+            return lax.map(lambda v: pull(v)[0], job.direction).T
 
         def fed(job: Job, g: jax.Array) -> Any:
             if tail.terms:

@@ -13,24 +13,28 @@ import functools
 from pergrad._compat import aval
 from pergrad._cut import Tail, Units
 from pergrad._ir import Backend, accumulation_dtype, counts
+from pergrad._statistics import LeafStatistic
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The work of reducing the tail of `units` over `size` of these units on a kind of device.
 
-    `accumulators` is the number of accumulators that one pass over the gradients would feed.
+    `accumulators` is the number of accumulators that one pass over the gradients would feed, and
+    `directions` the number of directions that inner products are taken with.
     """
 
     units: Units
     size: int
     accumulators: int
     device: Backend
+    directions: int = 1
 
     @staticmethod
-    def of(units: Units, examples: int, accumulators: int, device: Backend) -> Work:
+    def of(units: Units, examples: int, accumulators: int, device: Backend, directions: int = 1) -> Work:
         """The work for all units of `examples` examples."""
-        return Work(units, max(1, int(units.per_example * examples)), accumulators, device)
+        size = max(1, int(units.per_example * examples))
+        return Work(units, size, accumulators, device, directions)
 
     @property
     def tail(self) -> Tail:
@@ -56,6 +60,11 @@ class Work:
     def forming_operations(self) -> float:
         """B (F_t + F_s): the operations of forming the gradients of all examples."""
         return self.size * (self.term_operations + self.step_operations)
+
+    def operations_on_formed(self, statistic: LeafStatistic) -> float:
+        """The operations of the products that a statistic makes with the gradients of all examples."""
+        shapes = [aval(g) for g in self.tail.grads]
+        return self.size * sum(statistic.operations(g, self.size, self.directions) for g in shapes)
 
     @property
     def numbers(self) -> int:
@@ -106,8 +115,9 @@ class Work:
         fits = (moved if at_once is None else at_once) <= self.device.cache_size
         return moved / (self.device.cache_rate if fits else self.device.memory_rate)
 
-    def seconds_of_joining(self) -> float:
+    def seconds_of_joining(self, statistic: LeafStatistic) -> float:
         """The seconds it takes to feed one more statistic in a pass that runs for others anyway."""
         if self.looks_up:
             return self.moving(self.factors)
-        return self.moving(self.size * self.gradient, at_once=self.gradient * (1 + self.accumulators))
+        passed = self.moving(self.size * self.gradient, at_once=self.gradient * (1 + self.accumulators))
+        return passed + self.operations_on_formed(statistic) / self.device.product_rate

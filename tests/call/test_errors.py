@@ -465,13 +465,20 @@ def test_direction_of_another_tree(direction, params):
 
 
 def test_direction_of_the_wrong_shape():
-    for wrong in (jnp.ones(3), jnp.ones((2, 1)), jnp.ones((3, 2))):
+    for wrong in (jnp.ones(3), jnp.ones((2, 1)), jnp.ones((0, 2)), jnp.ones((3, 1, 2))):
         with refused(pg.ArgumentError, "direction", str(wrong.shape), "(2,)"):
             dots(wrong)
     with refused(pg.ArgumentError, "direction", "(2,)"):
         dots(1.0)
     with refused(pg.ArgumentError, "direction", "['b']", "(3,)", "(2,)"):
         dots({"a": W, "b": jnp.ones(3)}, {"a": W, "b": W})
+    for several in (
+        {"a": W[None], "b": W},
+        {"a": W, "b": W[None]},
+        {"a": W[None], "b": jnp.ones((2, 2))},
+    ):
+        with refused(pg.ArgumentError, "direction", "['b']", "one more axis in front"):
+            dots(several, {"a": W, "b": W})
 
 
 def test_direction_for_two_arguments():

@@ -116,8 +116,8 @@ class Halves(_strategies.Strategy):
     def seconds(self, work: Any, statistic: Any) -> float:
         return self.price
 
-    def operations(self, work: Any, statistics: int) -> float:
-        return 12345 * statistics
+    def operations(self, work: Any, statistics: Any) -> float:
+        return 12345 * len(statistics)
 
     def temporary_bytes(self, work: Any) -> float:
         return work.formed * work.size / 2

@@ -8,7 +8,7 @@ from tests.support.cases import Case
 from tests.support.every_case import CASE, CASES, LOOPED
 from tests.support.runner import HANDFUL, PLAIN, STRIDE, VARIANTS, WEIGHTED, check_whole
 
-STRATEGIES = ("auto", "gram", "streamed", "materialise", "summed", "sparse")
+STRATEGIES = ("auto", "gram", "streamed", "materialise", "summed", "sparse", "projected")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -28,9 +28,9 @@ def test_whole_gradients_and_units(case: Case) -> None:
     check_whole(case, second, VARIANTS[(number + STRIDE) % len(VARIANTS)], names)
 
 
-IN_PARTS = ("norm", "norm_where", "norm_by_leaf", "dot")
+IN_PARTS = ("norm", "norm_where", "norm_by_leaf", "dot", "dot_where")
 SOME_IN_PARTS = (*IN_PARTS, "gram_where")  # of half of the parameters whole gradients are wanted
-WITH_FACTORS = ("norm", "gram", "gram_where", "dot", "clipped", "clipped_by_leaf")
+WITH_FACTORS = ("norm", "gram", "gram_where", "dot", "projected", "clipped", "clipped_by_leaf")
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)

@@ -68,6 +68,12 @@ STATS = REDUCED | {
     ),
     "loss": pg.Loss(),
     "dot": pg.Dot(),
+    "projected": (pg.Project(3, 0), pg.Project(40, 1, where=lambda path: "w" in path)),
+    "positions": (
+        pg.Norm(by="leaf", where=lambda path: "s" not in path, per="token"),
+        pg.Norm(where=lambda path: "s" not in path, per="token"),
+        pg.Dot(where=lambda path: "s" not in path, per="token"),
+    ),
     "individual": pg.Individual(),
     "gram": pg.Gram(),
     "factors": pg.Factors(),
@@ -176,7 +182,7 @@ def test_every_statistic(layout, kind, weights):
     close((value, stats), expected)
     for name, x in stats["variance"].items():
         assert is_sharded_like(mesh, x, LAYOUTS[layout].get(name, P()))
-    for name in ("norm", "loss", "dot", "gram", "factors", "individual"):
+    for name in ("norm", "loss", "dot", "projected", "positions", "gram", "factors", "individual"):
         for x in jax.tree.leaves(stats[name]):
             assert x.sharding.spec[0] in ("data", ("data",)), name
 

@@ -20,13 +20,15 @@ import pytest
 from jax import lax
 
 import pergrad as pg
-from pergrad._strategies import streamed
+from pergrad._cut import units
+from pergrad._strategies import projected, streamed
 from pergrad.lab.bench.image_models import CNN
 from pergrad.lab.bench.models import LSTM, MLP, Transformer, affine, cross_entropy
 
 MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
 NORMS = {"norm": pg.Norm()}
 TOKENS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square, per="token")}
+PROJECTED = {"projected": pg.Project(512, 0)}
 CLIPPED = {"clipped": pg.ClippedMean(1.0)}
 WEIGHTED = {"weighted": pg.WeightedMean(lambda norm: 1 / (norm + 0.01))}
 # What strict.py does without, since it takes longer to compile. The newest XLA always has it.
@@ -84,6 +86,7 @@ LIMITS = {
     "long: clipped": Limit(LONG, CLIPPED, None, 1.04, 1.18),
     "long: weighted": Limit(LONG, WEIGHTED, None, 1.04, 1.18),
     "long: mean, failures dropped": Limit(LONG, {"mean": pg.Mean()}, None, 1.04, 1.18, "drop"),
+    "long: projected": Limit(LONG, PROJECTED, None, 1.0, 1.0),
     "tied: moments": Limit(TIED, MOMENTS, None, 1.02, 0.74),
     "scanned: moments": Limit(SCANNED, MOMENTS, None, None, 1.10 if NEWER_XLA else 1.06),
     "lstm: moments": Limit(RECURRENT, MOMENTS, None, None, 1.3),
@@ -96,6 +99,10 @@ LIMITS = {
 
 def unrolled_scan(step: Any, carry: Any, xs: Any, length: int | None = None, **_: Any) -> Any:
     return lax.scan(step, carry, xs, length=length, unroll=True)
+
+
+def unrolled_map(f: Any, xs: Any) -> Any:
+    return unrolled_scan(lambda _, x: (None, f(x)), None, xs)[1]
 
 
 @contextlib.contextmanager
@@ -144,6 +151,8 @@ def test_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert temporary_bytes(stats_fn(), model) <= most_bytes * plain_bytes(model)
         if most_operations is not None:
             monkeypatch.setattr(streamed, "lax", types.SimpleNamespace(scan=unrolled_scan))
+            for module in (projected, units):
+                monkeypatch.setattr(module, "lax", types.SimpleNamespace(map=unrolled_map))
             plain = operations(jax.value_and_grad(model.loss), model)
             assert operations(stats_fn(), model) <= most_operations * plain
 

@@ -589,3 +589,46 @@ def test_same_as_jax_privacy():
     total, aux = clipped_grad(p, b)
     mean, norm = jax.jit(pg.grad_stats(loss, [pg.ClippedMean(C), pg.Norm()]))(p, b)
     close([jax.tree.map(lambda x: BATCH * x, mean), norm], [total, aux.grad_norms])
+
+
+# Several directions.
+
+
+@pytest.mark.parametrize(("strategy", "size"), WAYS)
+def test_several_directions(strategy, size):
+    p, b = params(), batch()
+    v = jax.tree.map(lambda w: normal(7, 3, *w.shape), p)
+    expected = oracle.dots(grads(), v)
+    stats = {"dot": pg.Dot(), "some": pg.Dot(where=lambda path: path == "['w']"), "norm": pg.Norm()}
+    result = jax.jit(pg.grad_stats(loss, stats, microbatch_size=size, strategy=strategy))(
+        p, b, direction=v
+    )
+    close(result["dot"], expected)
+    close(result["some"], oracle.dots(grads()["w"], v["w"]))
+    one = pg.grad_stats(loss, pg.Dot())(p, b, direction=jax.tree.map(lambda x: x[:1], v))
+    close(one, expected[:, :1])
+
+
+def test_several_directions_of_layers_in_a_loop():
+    case = CASE["scan_over_layers"]
+    args = case.make_args(jnp.float64)
+    g = oracle.per_example(case.loss, args)[2]
+    v = jax.tree.map(lambda w: normal(7, 4, *w.shape), args[0])
+    for strategy in ("auto", "streamed", "materialise"):
+        for size in (None, 1, 2):
+            stats_fn = pg.grad_stats(case.loss, pg.Dot(), strategy=strategy, microbatch_size=size)
+            close(jax.jit(stats_fn)(*args, direction=v), oracle.dots(g, v), atol=1e-11)
+
+
+def test_many_directions_are_priced():
+    # With one position a direction is a product; with many, forming the gradients once is cheaper.
+    p = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 64, 256), jnp.float32)
+    plan_of = pg.explain(lambda w, x: jnp.mean(jnp.tanh(x @ w)), pg.Dot())
+    one, few, many = (
+        plan_of(p, x, direction=jax.ShapeDtypeStruct((*k, 256, 256), jnp.float32)).rows[0]
+        for k in ((), (2,), (64,))
+    )
+    assert plan_of(p, x).rows[0] == one
+    assert one.strategy == "summed" and many.strategy == "streamed"
+    assert one.operations < few.operations < many.operations < 64 * one.operations

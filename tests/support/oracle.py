@@ -7,7 +7,7 @@ and an example of weight 0 is left out before anything is computed from it.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -114,8 +114,18 @@ def gram(g: Tree) -> np.ndarray:
 
 def dot(g: Tree, v: Tree) -> np.ndarray:
     """`<g_i, v>` over all leaves of the two trees, [B]."""
-    (row,) = _rows(jax.tree.map(lambda x: np.asarray(x)[None], v))
-    return _rows(g) @ row
+    return dots(g, jax.tree.map(lambda x: np.asarray(x)[None], v))[:, 0]
+
+
+def dots(g: Tree, v: Tree) -> np.ndarray:
+    """`<g_i, v_k>` over all leaves of the two trees, [B, K]; the leaves of `v` are [K, ...]."""
+    return _rows(g) @ _rows(v).T
+
+
+def projected(g: Tree, matrices: Sequence[np.ndarray]) -> np.ndarray:
+    """The sum over leaves of each example's gradient times a matrix [K, entries] of its own, [B, K]."""
+    pairs = zip(jax.tree.leaves(g), matrices, strict=True)
+    return sum(_rows(x) @ m.T for x, m in pairs)
 
 
 def clipped_mean(g: Tree, max_norm: float, w: Any = None, phi: Any = None) -> Tree:

@@ -33,7 +33,7 @@ from tests.support.program_parts import (
     Tree,
 )
 from tests.support.truth import Truth
-from tests.support.whole import Questions
+from tests.support.whole import SEVERAL, Questions
 
 OPERATIONS = WITHOUT_KEY | WITH_KEY
 # More than for the cases in float64: a random network may be badly conditioned.
@@ -119,7 +119,8 @@ ASKED: dict[str, tuple[list[str], list[str]]] = {
     "mean": (["mean"], []),
     "powers": (["mean", "square", "cube", "loss"], []),
     "moments": (MOMENTS, []),
-    "in parts": (["square"], ["norm_by_leaf", "dot"]),
+    "in parts": (["square"], ["norm_by_leaf", "dot", "dot_where"]),
+    "projected": (["mean"], ["projected", "projected_where", "norm"]),
     "whole": ([*MOMENTS, "fold", "individual"], []),
     "clipped": (["count"], ["gram_where", "clipped_square", "clipped_by_leaf"]),
     "clipped mean": (["mean"], ["clipped", "norm_where"]),
@@ -339,7 +340,7 @@ def check(program: RandomProgram) -> str:
         strategy=call.strategy,
         nonfinite=call.nonfinite,
     )
-    keywords = questions.keywords(whole, params)
+    keywords = questions.keywords(whole, params, (0, SEVERAL)[program.seed % 2])
     value, (stats, of_whole) = jax.jit(stats_fn)(*args, example_weights=given, **keywords)
     assert_agrees((value, stats), truth, weights, error)
     questions.assert_agrees(of_whole, keywords, weights, error)

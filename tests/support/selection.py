@@ -104,11 +104,14 @@ SHORTENED = {
         "test_tokens_by_any_strategy",
         "test_tokens_one_statistic_at_a_time",
     },
+    "cut/test_positions.py": {"test_positions", "test_any_strategy"},
     "cut/test_factor_pairs.py": {
         "test_product_is_the_gradient",
         "test_only_residuals_depend_on_the_cotangent",
     },
     "statistics/test_by_norm.py": {"test_any_weight", "test_bad_max_norm"},
+    "statistics/test_gram.py": {"test_every_case", "test_any_block_and_strategy"},
+    "statistics/test_project.py": {"test_any_strategy_and_microbatch"},
     "statistics/test_whole_gradients.py": {
         "test_any_microbatch_and_strategy",
         "test_gradient_that_is_not_finite_is_not_dropped",

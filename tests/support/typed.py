@@ -30,9 +30,11 @@ pergrad.nnx.value_and_stats(loss, STATS, wrt=lambda path, x: True, microbatch_si
 pergrad.nnx.explain(loss, STATS, batch_argnums=(1, 2))
 pergrad.nnx.check(loss, 0, has_aux=True, rtol=1e-3)
 print(pg.explain(loss, STATS)(0, 1).rows[0].path)
-print(pg.Variance(per="token"), pg.Norm("leaf"), pg.ClippedMean(1.0, by="all"))
+print(pg.Variance(per="token"), pg.Norm("leaf", per="token"), pg.ClippedMean(1.0, by="all"))
 print(pg.ClippedMean(by=lambda path: path[:3]), pg.WeightedMean(jnp.tanh, jnp.square, by="leaf"))
+print(pg.Dot(per="token"), pg.Project(512, 0, where=lambda path: True))
 pg.value_and_stats(loss, STATS, nonfinite="drop")
+pg.gram(loss, centre=True, batch_argnums=(1, 2), microbatch_size=None)
 pg.optim.clip_examples(optax.sgd(1e-3), 1.0, by="leaf")
 pg.optim.scale_by_sign(of="examples")
 pg.scaling.move({}, 8, 16, "linear")
@@ -57,6 +59,7 @@ pergrad.nnx.value_and_stats(loss, STATS, microbatch_size="all")  # pyright: igno
 pg.Mean(per="group")  # pyright: ignore[reportArgumentType]
 pg.Variance(per="tokens")  # pyright: ignore[reportArgumentType]
 pg.Norm("leaves")  # pyright: ignore[reportArgumentType]
+pg.Dot(per="group")  # pyright: ignore[reportArgumentType]
 pg.ClippedMean(1.0, "each")  # pyright: ignore[reportArgumentType]
 pg.WeightedMean(jnp.tanh, by="each")  # pyright: ignore[reportArgumentType]
 pg.explain(loss, STATS, nonfinite="skip")  # pyright: ignore[reportArgumentType]

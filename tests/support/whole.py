@@ -9,6 +9,7 @@ leaves together by ERROR * S, where S^2 is the sum of theirs. So
     a gradient clipped to the norm c:                         ERROR * G (1 + S / c)
     a gradient weighted by c / (c + its norm):                the same
     its square:                                               2 G times that
+    a projection by matrices of length M:                     ERROR * M S
 
 and a result of several leaves has a bound that looks at each of them: no large leaf hides a small one.
 """
@@ -22,13 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import pergrad as pg
-from tests.support import oracle
+from tests.support import oracle, projection
 from tests.support.bounds import assert_within, kept, scales
 from tests.support.cases import array
 from tests.support.truth import Truth
 
 Tree = Any
 
+DIM, KEY = 3, 12345  # of projections
+SEVERAL = 2  # directions, if there are several
 # Of these a case is asked for two, others from case to case.
 IN_TURNS = ("clipped_square", "clipped_by_leaf", "clipped_by_group", "weighted", "weighted_square_where")
 OF_LEAVES = ("norm_by_leaf", "norm_by_leaf_where", "clipped", *IN_TURNS)
@@ -55,6 +58,10 @@ class Questions:
     def __init__(self, truth: Truth, paths: Sequence[str]) -> None:
         self.truth = truth
         self.leaves, self.tree = jax.tree.flatten(truth.grads)
+        shapes = [x.shape[1:] for x in self.leaves]
+        self.matrices = [
+            projection.matrix(path, shape, DIM, KEY) for path, shape in zip(paths, shapes, strict=True)
+        ]
         selected = set(paths[::2])
         self.selected = [path in selected for path in paths]
         self.groups = [GROUPS[i % 2] for i in range(len(paths))]
@@ -74,6 +81,9 @@ class Questions:
             "gram": pg.Gram(),
             "gram_where": pg.Gram(where=where),
             "dot": pg.Dot(),
+            "dot_where": pg.Dot(where=where),
+            "projected": pg.Project(DIM, KEY),
+            "projected_where": pg.Project(DIM, KEY, where=where),
             "clipped": pg.ClippedMean(self.max_norm),
             "clipped_square": pg.ClippedMean(self.max_norm, phi=jnp.square),
             "clipped_by_leaf": pg.ClippedMean(self.max_norm_of_leaf, by="leaf"),
@@ -85,18 +95,20 @@ class Questions:
             ),
         }
 
-    def keywords(self, names: Collection[str], like: Tree) -> dict[str, Any]:
+    def keywords(self, names: Collection[str], like: Tree, several: int = 0) -> dict[str, Any]:
         """What a call for these statistics is given by keyword; `like` are the parameters."""
-        direction = {"direction": self.direction(like)} if "dot" in names else {}
+        wants_direction = any(name.startswith("dot") for name in names)
+        direction = {"direction": self.direction(like, several)} if wants_direction else {}
         return direction | ({"max_norm": self.max_norms} if "clipped_by_group" in names else {})
 
     def _of_group(self, name: str) -> list[np.ndarray]:
         return [x for x, group in zip(self.leaves, self.groups, strict=True) if group == name]
 
-    def direction(self, like: Tree) -> Tree:
-        """A direction of length 1, like the parameters `like`."""
+    def direction(self, like: Tree, several: int = 0) -> Tree:
+        """A direction of length 1, like the parameters `like`, or several of at most that length."""
         r = np.random.default_rng(0)
-        leaves = [r.normal(size=jnp.shape(x)) for x in jax.tree.leaves(like)]
+        front = (several,) if several else ()
+        leaves = [r.normal(size=(*front, *jnp.shape(x))) for x in jax.tree.leaves(like)]
         length = np.sqrt(sum(np.sum(np.square(x)) for x in leaves))
         leaves = [
             array(x / length, jnp.result_type(p))
@@ -112,19 +124,32 @@ class Questions:
         w = np.ones(len(self.truth.losses)) if weights is None else np.asarray(weights)
         G = scales(self.truth, w)
         S = [g * np.sqrt(x[0].size) for g, x in zip(G, self.leaves, strict=True)]
-        chosen = [x for x, yes in zip(self.leaves, self.selected, strict=True) if yes]
-        S_chosen = _length([s for s, yes in zip(S, self.selected, strict=True) if yes])
+        # Without a direction there is no inner product either, and any tree will do.
+        towards = jax.tree.leaves(keywords.get("direction", self.truth.grads))
+        is_several = [v.ndim == x.ndim for v, x in zip(towards, self.leaves, strict=True)]
+        dot = oracle.dots if all(is_several) else oracle.dot
 
-        for name, g, scale in (("", self.leaves, _length(S)), ("_where", chosen, S_chosen)):
+        def those(xs: Sequence[Any]) -> list[Any]:
+            return [x for x, yes in zip(xs, self.selected, strict=True) if yes]
+
+        everything = "", self.leaves, S, towards, self.matrices
+        for name, g, lengths, v, matrices in (
+            everything,
+            ("_where", *(those(xs) for xs in everything[1:])),
+        ):
+            scale = _length(lengths)
             if "norm" + name in stats:
                 _assert_examples(stats["norm" + name], oracle.norm(g), w, error * scale, "norm" + name)
             if "gram" + name in stats:
                 products = kept(np.asarray(stats["gram" + name]).T, w).T
                 truth = kept(oracle.gram(g).T, w).T
                 _assert_examples(products, truth, w, 2 * error * scale**2, "gram" + name)
-        if "dot" in stats:
-            dots = oracle.dot(self.truth.grads, keywords["direction"])
-            _assert_examples(stats["dot"], dots, w, error * _length(S), "dot")
+            if "dot" + name in stats:
+                _assert_examples(stats["dot" + name], dot(g, v), w, error * scale, "dot" + name)
+            if "projected" + name in stats:
+                bound = error * scale * max(np.linalg.norm(m, 2) for m in matrices)
+                expected = oracle.projected(g, matrices)
+                _assert_examples(stats["projected" + name], expected, w, bound, "projected" + name)
 
         for name, norms in stats.get("norm_by_group", {}).items():
             scale = _length([s for s, group in zip(S, self.groups, strict=True) if group == name])

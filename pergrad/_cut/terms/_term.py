@@ -66,6 +66,11 @@ class Term(abc.ABC):
         return None
 
     @property
+    def why_no_positions(self) -> str | None:
+        """Why the contributions are not in the order of the example's positions; None if they are."""
+        return None
+
+    @property
     def scratch(self) -> int:
         """How many bytes it takes to form one example's term, beside the term itself."""
         return 0

@@ -46,6 +46,10 @@ class Ragged(Term):
     def why_no_derivative(self) -> str | None:
         return "JAX cannot differentiate the sum of a ragged product"
 
+    @property
+    def why_no_positions(self) -> str | None:
+        return "its tokens are sorted by their groups, such as experts"
+
     @staticmethod
     def match(eqn: JaxprEqn, varying: Collection[int], made_by: Mapping[Var, JaxprEqn]) -> Ragged | None:
         """The term, if x and d vary and the product has no axes but positions and features."""
