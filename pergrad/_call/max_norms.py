@@ -86,9 +86,10 @@ def _of_groups(max_norm: Mapping[Any, Any], names: set[str]) -> dict[str, jax.Ar
 
 def _checked(number: Any, what: str) -> jax.Array:
     """A number as an array, after a look at its shape, its dtype and, if it is known, its value."""
-    dtype = jnp.result_type(number) if is_number_like(number) else None
-    is_real = any(jnp.issubdtype(dtype, real) for real in (jnp.floating, jnp.integer))
-    if dtype is None or not is_real or jnp.shape(number) != ():
+    is_real = is_number_like(number) and any(
+        jnp.issubdtype(jnp.result_type(number), real) for real in (jnp.floating, jnp.integer)
+    )
+    if not is_real or jnp.shape(number) != ():
         raise ArgumentError(f"{what} must be a number of at least 0, not {kind(number)}.")
     if not isinstance(number, Tracer) and not np.asarray(number) >= 0:
         raise ArgumentError(f"{what} must be a number of at least 0, not {number!r}.")

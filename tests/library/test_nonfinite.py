@@ -53,6 +53,11 @@ def guarded(p, b):
     return loss(p, b) + jnp.mean(jnp.where(s != 0, jnp.sqrt(jnp.abs(s)), 0.0))
 
 
+def shifted(p, b):
+    """The loss may be infinite, and the gradient is finite."""
+    return loss(p, b) + jnp.mean(b["factor"])
+
+
 def cases():
     fine = batch() | {"factor": 2 + jnp.arange(float(BATCH))}
     return {
@@ -60,6 +65,7 @@ def cases():
         "infinite": (failing, fine | {"factor": fine["factor"].at[BAD].set(jnp.inf)}),
         "input": (failing, fine | {"x": fine["x"].at[BAD, 0].set(jnp.nan)}),
         "gradient": (guarded, fine | {"factor": fine["factor"].at[BAD].set(1.0)}),
+        "loss": (shifted, fine | {"factor": fine["factor"].at[BAD].set(jnp.inf)}),
     }
 
 
@@ -73,7 +79,7 @@ def by_weights(name):
 
 
 @pytest.mark.parametrize(("strategy", "size"), WAYS)
-@pytest.mark.parametrize("name", ["NaN", "infinite", "input", "gradient"])
+@pytest.mark.parametrize("name", ["NaN", "infinite", "input", "gradient", "loss"])
 def test_dropped(name, strategy, size):
     fun, b = cases()[name]
     options = {"strategy": strategy, "microbatch_size": size, "nonfinite": "drop"}
@@ -81,7 +87,7 @@ def test_dropped(name, strategy, size):
     close(stats_fn(params(), b, example_weights=WEIGHTS), by_weights(name))
 
 
-@pytest.mark.parametrize("name", ["NaN", "gradient"])
+@pytest.mark.parametrize("name", ["NaN", "gradient", "loss"])
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_against_the_oracle(name, size):
     fun, b = cases()[name]
