@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import jaxpr_as_fun
 
 import pergrad as pg
-from pergrad._call import ArgNums, MicrobatchSize, StrategyName, keywords_of, places
+from pergrad._call import ArgNums, MicrobatchSize, Nonfinite, StrategyName, keywords_of, places
 from pergrad._compat import drop_dead_code
 
 
@@ -37,6 +37,7 @@ def value_and_stats(
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
+    nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Any]:
     """As `pergrad.value_and_stats`, for a loss that takes NNX modules.
 
@@ -50,7 +51,7 @@ def value_and_stats(
       argnums: the module or modules to differentiate.
       wrt: a filter of the variables to differentiate, as in `nnx.Optimizer`.
       batch_argnums, has_aux, keep_batch_dim, rng_argnums, shared_argnums, microbatch_size,
-        spmd_axis_name, strategy: as for `pergrad.value_and_stats`.
+        spmd_axis_name, strategy, nonfinite: as for `pergrad.value_and_stats`.
 
     The function raises `NotPerExampleError` if the loss writes to a module what it computed from the
     examples, as batch norm does in training mode.
@@ -71,6 +72,7 @@ def value_and_stats(
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
         "strategy": strategy,
+        "nonfinite": nonfinite,
     }
 
     @_documented_as(pg.value_and_stats(fun, stats, argnums, **options))
@@ -98,6 +100,7 @@ def explain(
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
+    nonfinite: Nonfinite = "keep",
 ) -> Callable[..., pg.Plan]:
     """As `pergrad.explain`, for a loss that takes NNX modules."""
     options: dict[str, Any] = {
@@ -109,6 +112,7 @@ def explain(
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
         "strategy": strategy,
+        "nonfinite": nonfinite,
     }
 
     @_documented_as(pg.explain(fun, stats, argnums, **options))

@@ -30,7 +30,8 @@ PAGES = sorted(
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
     *("Mean", "Variance", "Individual", "Fold", "Loss", "Count", "power", "plan_for", "Statistic"),
-    *("Norm", "ClippedMean", "Gram", "Dot", "Factors", "FactorPair", "combine", "all_combine"),
+    *("Norm", "WeightedMean", "ClippedMean", "Gram", "Dot", "Factors", "FactorPair"),
+    *("combine", "all_combine"),
     *("PergradError", "ArgumentError", "NotPerExampleError"),
 }
 ROOMS = {"noise", "optim", "scaling"}
@@ -191,7 +192,7 @@ def test_lab_uses_what_is_public(module):
 ON_TOP = ("_moments", "noise", "scaling", "optim", "nnx")
 NOT_PUBLIC = {
     *("_statistics.By", "_statistics.Per", "_statistics.Where"),
-    *("_call.ArgNums", "_call.MicrobatchSize", "_call.StrategyName"),
+    *("_call.ArgNums", "_call.MicrobatchSize", "_call.Nonfinite", "_call.StrategyName"),
     *("_ir.accumulation_dtype", "_ir.widen", "_statistics.Merging"),
     *("_call.keywords_of", "_call.places", "_compat.drop_dead_code", "_compat.is_computed"),
 }

@@ -1,9 +1,10 @@
 """Around the four stages: the functions that users call, their arguments, and their results.
 
 In reading order: `api` (the public functions), `request` (checks their options), `wrap` (gives the
-functions that users get back a name and a signature), `arguments` (the role of each argument), `call`
-(runs the four stages for one call), `results` (makes the results), `mesh` and `spmd` (one call on
-several devices), `check` (tests whether a loss is a mean over examples).
+functions that users get back a name and a signature), `arguments` (the role of each argument),
+`max_norms` (the largest norm at each parameter), `call` (runs the four stages for one call), `results`
+(makes the results), `mesh` and `spmd` (one call on several devices), `check` (tests whether a loss is a
+mean over examples).
 """
 
 from pergrad._call.api import explain as explain
@@ -14,6 +15,7 @@ from pergrad._call.call import Call as Call
 from pergrad._call.check import check as check
 from pergrad._call.request import ArgNums as ArgNums
 from pergrad._call.request import MicrobatchSize as MicrobatchSize
+from pergrad._call.request import Nonfinite as Nonfinite
 from pergrad._call.request import Request as Request
 from pergrad._call.request import StrategyName as StrategyName
 from pergrad._call.wrap import keywords_of as keywords_of

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pergrad._call import spmd
-from pergrad._call.request import ArgNums, MicrobatchSize, Request, StrategyName, takes_direction
-from pergrad._call.wrap import returning_plan, returning_stats
+from pergrad._call.request import ArgNums, MicrobatchSize, Nonfinite, Request, StrategyName
+from pergrad._call.wrap import returning_plan, returning_stats, taken_from
 from pergrad._plan import Plan
 
 
@@ -24,6 +24,7 @@ def value_and_stats(
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
+    nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Any]:
     """Turns a loss into a function that returns its value and statistics of per-example gradients.
 
@@ -51,8 +52,9 @@ def value_and_stats(
         well, and need not be named.
       microbatch_size: how many examples go through the model at a time, on each device: None for all, a
         number, or `"auto"` for the size that is estimated to be fastest. Any size gives the same result.
-        None means `"auto"` if a `ClippedMean` clips the gradients of layers in a `scan`, because the
-        saved inputs and residuals of all layers of all examples would take much memory at once.
+        None means `"auto"` if sums of the gradients of layers in a `scan` have to wait for their norms,
+        as for a `ClippedMean` or with `nonfinite="drop"`, because the saved inputs and residuals of all
+        layers of all examples would take much memory at once.
       spmd_axis_name: the axis or axes of the mesh (`jax.set_mesh`) over which the batch is sharded. Each
         device then works on its own examples, and only finished statistics travel. The numbers are the
         same as without it. Per-example results are sharded along the example axis, and results shaped
@@ -62,13 +64,21 @@ def value_and_stats(
       strategy: `"auto"` chooses the cheapest strategy for every parameter. The name of a strategy, such
         as `"materialise"` (the plain reference) or `"streamed:8"` (eight examples at a time), uses that
         strategy wherever it applies, for comparison.
+      nonfinite: what becomes of an example whose loss or gradient has an entry that is infinite or NaN.
+        With `"keep"` it counts as any other, so that sums with it are not finite. With `"drop"` it
+        counts as if its weight were 0, in the value and in all statistics, and `pg.Count` says how many
+        examples are left. Entries of its own (`Norm`, `Loss`, `Dot`, `Gram`, `Individual`, aux) still
+        show what it has. If no example is left, means are NaN. It is the gradient that decides, in all
+        parameters: one that is finite and so large that its norm is infinite is not dropped. All sums
+        wait for the norms, which costs as much as a `ClippedMean`.
 
     Returns:
       A function with `fun`'s signature plus the keyword `example_weights=None`. The weights are [B], at
       least 0, and are read as counts. An example with weight 2 counts as if it were in the batch twice.
       An example with weight 0 is padding, which counts for nothing even if its gradient is NaN. Weights
       that are all 0 are refused; under `jit`, where their values are not known, they give NaN. With a
-      `pg.Dot` among the statistics the function takes one more keyword, `direction`.
+      `pg.Dot` among the statistics the function takes one more keyword, `direction`, and with a
+      `pg.ClippedMean()` without a norm one more, `max_norm`.
 
       The function returns `(value, stats)`, or `((value, aux), stats)` with `has_aux`. `value` is the
       weighted mean loss. `aux` is what `fun` returns for one example, with an example axis in front.
@@ -93,6 +103,7 @@ def value_and_stats(
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
+        nonfinite=nonfinite,
     )
 
     @returning_stats(request)
@@ -115,6 +126,7 @@ def grad_stats(
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
+    nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Any]:
     """The same as `value_and_stats`, with the same options, but without the value.
 
@@ -136,6 +148,7 @@ def grad_stats(
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
+        nonfinite=nonfinite,
     )
 
     @returning_stats(request, with_value=False)
@@ -159,6 +172,7 @@ def explain(
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     strategy: StrategyName = "auto",
+    nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Plan]:
     """Turns a loss into a function that returns the plan of `value_and_stats` with the same options.
 
@@ -182,17 +196,17 @@ def explain(
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
         strategy=strategy,
+        nonfinite=nonfinite,
     )
 
     @returning_plan(request)
     def plan_of(*args: Any, example_weights: Any = None, **kwargs: Any) -> Plan:
-        if takes_direction(stats):
-            kwargs.pop("direction", None)
+        taken_from(kwargs, request)
         return spmd.plan(request, args, kwargs)
 
     return plan_of
 
 
 def _run(request: Request, args: Any, kwargs: dict[str, Any], example_weights: Any) -> Any:
-    direction = kwargs.pop("direction", None) if takes_direction(request.stats) else None
-    return spmd.run(request, args, kwargs, example_weights, direction)
+    own = taken_from(kwargs, request)
+    return spmd.run(request, args, kwargs, example_weights, **own)

@@ -21,13 +21,14 @@ from pergrad._call.arguments import (
     refuse_key_in_batch,
     roles_of,
 )
+from pergrad._call.max_norms import max_norms_of
 from pergrad._call.request import Request, takes_direction
 from pergrad._call.results import Results
 from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
 from pergrad._plan import Plan, Schedule, describe, make_schedule
-from pergrad._run import part_of_all, run, run_last
+from pergrad._run import Given, part_of_all, run, run_last, with_shares_of_kept
 from pergrad._statistics import Phase, Quantity
 from pergrad._trace import Program, trace
 
@@ -130,15 +131,15 @@ class Call:
         return leaves, tree
 
     def checked(
-        self, example_weights: Any, direction: Any
-    ) -> tuple[jax.Array | None, list[jax.Array] | None]:
-        """The example weights and the direction of each parameter, checked and turned into arrays."""
-        weights = self._check_weights(example_weights)
-        return weights, self._check_direction(direction) if takes_direction(self.request.stats) else None
+        self, example_weights: Any, direction: Any, max_norm: Any
+    ) -> tuple[jax.Array | None, Given]:
+        """The example weights, and what was passed for each parameter, checked, as arrays."""
+        weights, stats = self._check_weights(example_weights), self.request.stats
+        directions = self._check_direction(direction) if takes_direction(stats) else None
+        params = self.like_params(range(len(self.params)))
+        return weights, Given(directions, max_norms_of(stats, max_norm, params, self.paths))
 
-    def run(
-        self, weights: jax.Array | None = None, directions: Sequence[jax.Array] | None = None
-    ) -> Any:
+    def run(self, weights: jax.Array | None, given: Given) -> Any:
         """Runs the four stages, and returns the value and the results of all statistics.
 
         The arguments are those that `checked` returned. On one of several devices, the result of an
@@ -146,7 +147,12 @@ class Call:
         """
         cut, schedule = self._schedule()
         shares = self._shares(weights)
-        outcome = run(cut, schedule, self.params, self._examples(), shares, directions)
+        count = self._count(weights)
+        outcome = run(cut, schedule, self.params, self._examples(), shares, given)
+        if outcome.finite is not None:
+            kept = jnp.where(outcome.finite, 1.0 if weights is None else weights, 0)
+            outcome = with_shares_of_kept(outcome, self._count(kept) / count)
+            shares, count = self._shares(kept), self._count(kept)
         outcome = part_of_all(outcome, self.devices)
         last, pairs = run_last(cut, schedule, self.params, outcome, self.devices)
 
@@ -157,7 +163,7 @@ class Call:
             value = value, jax.tree.unflatten(cut.program.aux_tree, outcome.aux)
         results = Results(
             losses=outcome.losses,
-            count=self._count(weights),
+            count=count,
             states=outcome.states | last,
             pairs=pairs,
             tails={param: tail for tail in cut.all_tails() for param in tail.params},
@@ -179,6 +185,7 @@ class Call:
         request = self.request
         program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
         in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
+        in_parts = [] if request.drops else in_parts  # all sums wait for norms
         split = any(
             s.unit == "token" or s.quantity is Quantity.FACTORS for own in self.wanted for s in own
         )
@@ -187,25 +194,34 @@ class Call:
             wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, self.size))
             cut = make_cut(hoist(program, wanted), wanted)
             return cut, make_schedule(
-                cut, self.paths, self.wanted, self.size, microbatch_size, request.forced
+                cut,
+                self.paths,
+                self.wanted,
+                self.size,
+                microbatch_size,
+                request.forced,
+                request.drops,
             )
 
         microbatch_size = request.microbatch_size
-        if microbatch_size is None and self._clips_layers(program):
+        if microbatch_size is None and self._layers_wait(program):
             microbatch_size = "auto"
         cut, schedule = scheduled(microbatch_size)
         if microbatch_size == "auto" and schedule.microbatch_size == 1:
             return scheduled(1)
         return cut, schedule
 
-    def _clips_layers(self, program: Program) -> bool:
-        """Whether gradients of layers in a loop are clipped.
+    def _layers_wait(self, program: Program) -> bool:
+        """Whether sums of gradients of layers in a loop wait for norms, as clipping does.
 
-        Clipping needs the factors of all layers after the loop. Those of all examples at once would take
+        They need the factors of all layers after the loop. Those of all examples at once would take
         several times the memory of `jax.grad`, which the loop keeps low.
         """
-        clipped = [i for i, own in enumerate(self.wanted) if any(s.phase is Phase.CLIPPED for s in own)]
-        return bool(clipped) and leave_loops(program, clipped)
+        drops = self.request.drops
+        waiting = [
+            i for i, own in enumerate(self.wanted) if drops or any(s.phase is Phase.BY_NORM for s in own)
+        ]
+        return bool(waiting) and leave_loops(program, waiting)
 
     def _check_direction(self, direction: Any) -> list[jax.Array]:
         """The direction as one array for each parameter."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
 from pergrad._errors import ArgumentError
 from pergrad._plan import Forced
-from pergrad._statistics import LeafStatistic, Statistic
+from pergrad._statistics import LeafStatistic, SquaredNorm, Statistic
 from pergrad._strategies import STRATEGIES
 
 ArgNums = int | Sequence[int]
 
 
 MicrobatchSize = int | Literal["auto"] | None
+
+
+Nonfinite = Literal["keep", "drop"]
 
 
 # Editors offer these names. Any other string must be a name with a number, such as `"streamed:8"`.
@@ -42,6 +45,7 @@ class Request:
     microbatch_size: MicrobatchSize = None
     spmd_axis_name: str | Sequence[str] | None = None
     strategy: StrategyName = "auto"
+    nonfinite: Nonfinite = "keep"
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -70,11 +74,18 @@ class Request:
             if len(set(self.axes)) < len(self.axes):
                 raise ArgumentError(f"spmd_axis_name={self.spmd_axis_name!r} names an axis twice.")
         _as_forced(self.strategy)
+        if self.nonfinite not in get_args(Nonfinite):
+            raise ArgumentError(f"nonfinite must be 'keep' or 'drop', not {self.nonfinite!r}.")
 
     @property
     def forced(self) -> Forced:
         """The strategy that `strategy` names, and its number of examples at a time."""
         return _as_forced(self.strategy)
+
+    @property
+    def drops(self) -> bool:
+        """Whether examples that are not finite are dropped."""
+        return self.nonfinite == "drop"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -95,13 +106,22 @@ class Request:
                 )
 
     def wanted(self, path: str) -> list[LeafStatistic]:
-        """The leaf statistics to compute for the parameter at `path`, without duplicates."""
-        return list(dict.fromkeys(leaf for s in jax.tree.leaves(self.stats) for leaf in s.leaves(path)))
+        """The leaf statistics to compute for the parameter at `path`, without duplicates.
+
+        If examples that are not finite are dropped, the norm of every parameter is needed.
+        """
+        leaves = [leaf for s in jax.tree.leaves(self.stats) for leaf in s.leaves(path)]
+        return list(dict.fromkeys([SquaredNorm(), *leaves] if self.drops else leaves))
 
 
 def takes_direction(stats: Any) -> bool:
     """Whether one of these statistics needs a direction from the caller."""
     return any(isinstance(s, Statistic) and s.takes_direction for s in jax.tree.leaves(stats))
+
+
+def takes_max_norm(stats: Any) -> bool:
+    """Whether one of these statistics needs a largest norm from the caller."""
+    return any(isinstance(s, Statistic) and s.takes_max_norm for s in jax.tree.leaves(stats))
 
 
 def _as_forced(strategy: str) -> Forced:

@@ -30,6 +30,7 @@ from pergrad._call.mesh import devices_of, explicit_axes, find_mesh
 from pergrad._call.request import Request
 from pergrad._ir import Devices
 from pergrad._plan import Plan
+from pergrad._run import Given
 from pergrad._statistics import Accumulator, Layout, Statistic
 
 
@@ -39,12 +40,13 @@ def run(
     kwargs: Mapping[str, Any],
     example_weights: Any = None,
     direction: Any = None,
+    max_norm: Any = None,
 ) -> Any:
     """The value and the results of one call, on the devices that the request names."""
     call = Call(request, args, kwargs)
-    weights, directions = call.checked(example_weights, direction)
+    weights, given = call.checked(example_weights, direction, max_norm)
     with _compat.newer_jax_explained():
-        return (_Spread(call) if request.axes else call).run(weights, directions)
+        return (_Spread(call) if request.axes else call).run(weights, given)
 
 
 def plan(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
@@ -99,7 +101,7 @@ class _Spread:
         params = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.params]
         return Call(call.request, call.arguments(params, batch, call.keys), call.kwargs, self.devices)
 
-    def run(self, weights: jax.Array | None, directions: Sequence[jax.Array] | None) -> Any:
+    def run(self, weights: jax.Array | None, given: Given) -> Any:
         """The value and the results of all statistics, as `Call.run` returns them on one device."""
         request = self.call.request
         is_array_at = [isinstance(x, (jax.Array, np.ndarray)) for x in self.leaves]
@@ -113,11 +115,11 @@ class _Spread:
             args, kwargs = self.tree.unflatten([next(own) if a else x for x, a in pairs])
             return Call(request, args, kwargs, devices)
 
-        def on_each(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
-            value, results = call_with(arrays, self.devices).run(weights, directions)
+        def on_each(arrays: Sequence[Any], weights: Any, given: Given) -> Any:
+            value, results = call_with(arrays, self.devices).run(weights, given)
             return value, jax.tree.map(lambda s, x: s.as_part(x, self.devices), request.stats, results)
 
-        def on_all(arrays: Sequence[Any], weights: Any, directions: Any) -> Any:
+        def on_all(arrays: Sequence[Any], weights: Any, given: Given) -> Any:
             mapped = jax.shard_map(
                 on_each,
                 mesh=None if self.explicit else self.mesh,
@@ -126,7 +128,7 @@ class _Spread:
                 axis_names=set(self.axes),
                 check_vma=False,
             )
-            value, results = mapped(arrays, weights, directions)
+            value, results = mapped(arrays, weights, given)
             return value, self._added_up(call_with(arrays, Devices()), results)
 
         everywhere: Callable[..., Any] = jax.jit(on_all)
@@ -135,7 +137,7 @@ class _Spread:
             everywhere = jax.sharding.auto_axes(
                 everywhere, axes=self.explicit, out_sharding=out_sharding
             )
-        return everywhere(arrays_among(self.leaves), weights, directions)
+        return everywhere(arrays_among(self.leaves), weights, given)
 
     def _specs_of_leaves(self) -> list[P]:
         """The spec of each leaf of the arguments: only those of the batch are divided among devices."""
@@ -169,7 +171,9 @@ class _Spread:
             results = tree.flatten_up_to(result)
             return tree.unflatten(
                 [
-                    jax.tree.map(functools.partial(whole, x), _shapes(statistic, x), parts)
+                    None
+                    if parts is None  # of a parameter that the statistic does not select
+                    else jax.tree.map(functools.partial(whole, x), _shapes(statistic, x), parts)
                     for x, parts in zip(params, results, strict=True)
                 ]
             )
@@ -189,8 +193,10 @@ class _Spread:
 
         def of(statistic: Statistic) -> Any:
             if isinstance(statistic, Accumulator):
-                pairs = zip(call.params, specs, strict=True)
-                return call.like_params([like(statistic, *pair) for pair in pairs])
+                named = zip(call.paths, call.params, specs, strict=True)
+                return call.like_params(
+                    [like(statistic, *own) if statistic.selects(path) else None for path, *own in named]
+                )
             if statistic.layout is Layout.PER_EXAMPLE_LIKE_PARAMETERS:
                 own = [P(self.axes, *_without(spec, self.axes)) for spec in specs]
                 return call.like_params([self._explicit(spec) for spec in own])

@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from pergrad._call.request import Request, takes_direction
+from pergrad._call.request import Request, takes_direction, takes_max_norm
+from pergrad._errors import ArgumentError
 
 _WEIGHTS = "one weight for each example, at least 0, read as a count. None: each counts once."
 
@@ -16,9 +17,34 @@ _WEIGHTS = "one weight for each example, at least 0, read as a count. None: each
 _DIRECTION = "a tree like the parameters, with which `Dot` takes inner products."
 
 
+_MAX_NORM = "the largest norm for `ClippedMean`; a number, or one for each parameter or group."
+
+
 def keywords_of(stats: Any) -> dict[str, str]:
     """The keywords of a function for these statistics, besides the loss's own, and their meanings."""
-    return {"example_weights": _WEIGHTS, **({"direction": _DIRECTION} if takes_direction(stats) else {})}
+    keywords = {"example_weights": _WEIGHTS}
+    if takes_direction(stats):
+        keywords["direction"] = _DIRECTION
+    if takes_max_norm(stats):
+        keywords["max_norm"] = _MAX_NORM
+    return keywords
+
+
+def taken_from(kwargs: dict[str, Any], request: Request) -> dict[str, Any]:
+    """Takes `direction` and `max_norm` out of a call's keywords, as far as statistics want them.
+
+    If none wants a `max_norm` and the loss cannot take it, that is an error.
+    """
+    own = {name: kwargs.pop(name) for name in keywords_of(request.stats) if name in kwargs}
+    parameters = _parameters(request.fun)
+    if "max_norm" in kwargs and parameters is not None:
+        names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        if len(names) == len(parameters) and "max_norm" not in names:
+            raise ArgumentError(
+                "max_norm was given, but no statistic takes one, nor does the loss. Write "
+                "pg.ClippedMean() without a number: it takes the max_norm of each call."
+            )
+    return own
 
 
 def returning_stats(request: Request, *, with_value: bool = True) -> Callable[[Any], Any]:

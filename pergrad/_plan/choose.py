@@ -16,6 +16,8 @@ from pergrad._ir import Backend
 from pergrad._statistics import LeafStatistic, Phase, Quantity
 from pergrad._strategies import STRATEGIES, Materialise, Strategy, Summed, Work
 
+WAITING = (Phase.KEPT, Phase.BY_NORM)  # the phases that begin when norms are known
+
 
 class Forced(NamedTuple):
     """The strategy that the caller asked for, and how many examples it shall take at a time.
@@ -30,12 +32,13 @@ class Forced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A strategy for some statistics of a tail, which all have the same units and the same phase.
+    """A strategy for some statistics of a tail, which all have the same units.
 
-    `reason` says why the strategy was chosen, `work` says how much it has to do, and `seconds` is its
-    price, both for the examples that run at a time.
+    `phase` says when they are computed. `reason` says why the strategy was chosen, `work` says how much
+    it has to do, and `seconds` is its price, both for the examples that run at a time.
     """
 
+    phase: Phase
     strategy: Strategy
     statistics: tuple[LeafStatistic, ...]
     reason: str
@@ -46,11 +49,6 @@ class Choice:
     def units(self) -> Units:
         """The units that the statistics are about."""
         return self.work.units
-
-    @property
-    def phase(self) -> Phase:
-        """When the statistics are computed."""
-        return self.statistics[0].phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,24 +74,38 @@ class TailPlan:
         return list(dict.fromkeys(s for choice in own for s in choice.statistics))
 
     @property
-    def seconds_of_clipping(self) -> float:
-        """The price of the norms and the clipped means, for the examples that run at a time."""
+    def seconds_of_waiting(self) -> float:
+        """The price of the norms and of what waits for them, for the examples that run at a time."""
         norms = (c for c in self.of(Phase.FIRST) if any(map(_is_norm, c.statistics)))
-        return sum(choice.seconds for choice in (*norms, *self.of(Phase.CLIPPED)))
+        waiting = (c for c in self.choices if c.phase in WAITING)
+        return sum(choice.seconds for choice in (*norms, *waiting))
 
 
 def choose(
-    tail: Tail, wanted: Sequence[Sequence[LeafStatistic]], size: int, device: Backend, forced: Forced
+    tail: Tail,
+    wanted: Sequence[Sequence[LeafStatistic]],
+    size: int,
+    device: Backend,
+    forced: Forced,
+    drops: bool,
 ) -> TailPlan:
-    """How a tail is reduced over `size` examples. `wanted` has the statistics of every parameter."""
+    """How a tail is reduced over `size` examples. `wanted` has the statistics of every parameter.
+
+    If `drops` is true, examples that are not finite are dropped, and accumulators wait for the norms.
+    """
     statistics = list(dict.fromkeys(s for param in tail.params for s in wanted[param]))
     others = [s for s in statistics if s.quantity is not Quantity.FACTORS]
-    choices = _choices(tail, others, size, device, forced)
+    choices = _choices(tail, others, size, device, forced, drops)
     return TailPlan(tail, choices, len(others) < len(statistics))
 
 
 def _choices(
-    tail: Tail, statistics: Sequence[LeafStatistic], size: int, device: Backend, forced: Forced
+    tail: Tail,
+    statistics: Sequence[LeafStatistic],
+    size: int,
+    device: Backend,
+    forced: Forced,
+    drops: bool,
 ) -> tuple[Choice, ...]:
     """The choices for all statistics of a tail.
 
@@ -102,25 +114,31 @@ def _choices(
     together: dict[Any, list[LeafStatistic]] = {}
     for statistic in statistics:
         alone = None if statistic.shares_weights else statistic
-        together.setdefault((statistic.phase, statistic.unit, alone), []).append(statistic)
-    clips = any(statistic.phase is Phase.CLIPPED for statistic in statistics)
-    may_form_once = size == 1 and forced.strategy is None and clips
+        waits = drops and statistic.accumulates and statistic.phase is Phase.FIRST
+        phase = Phase.KEPT if waits else statistic.phase
+        together.setdefault((phase, statistic.unit, alone), []).append(statistic)
+    waiting = any(phase in WAITING and unit == "example" for phase, unit, _ in together)
+    may_form_once = size == 1 and forced.strategy is None and waiting
     choices: list[Choice] = []
-    for (_, unit, _), own in together.items():
+    for (phase, unit, _), own in together.items():
         accumulators = sum(statistic.accumulates for statistic in own)
         for units in units_of(tail, unit):
             work = Work.of(units, size, accumulators, device)
-            choices += _choose_for(work, own, forced, may_form_once)
+            choices += _choose_for(phase, work, own, forced, may_form_once)
     return _formed_once(tail, choices) if may_form_once else tuple(choices)
 
 
 def _choose_for(
-    work: Work, statistics: Sequence[LeafStatistic], forced: Forced, may_form_once: bool
+    phase: Phase,
+    work: Work,
+    statistics: Sequence[LeafStatistic],
+    forced: Forced,
+    may_form_once: bool,
 ) -> Iterator[Choice]:
     """The choices for statistics that may share a pass.
 
-    With `may_form_once`, one gradient may serve both the norm and the clipped mean (`_formed_once`). The
-    price of the norm then includes that of the clipped mean.
+    With `may_form_once`, one gradient may serve both the norm and the mean that waits for it
+    (`_formed_once`). The price of the norm then includes that of the mean.
     """
     strategies = [s.fitted(work, forced.at_a_time) for s in STRATEGIES]
     asked = next((s for s in strategies if _is_asked_for(s, forced)), None)
@@ -146,7 +164,7 @@ def _choose_for(
         reason = "; ".join(dict.fromkeys(why for s, why in chosen.values() if s == strategy))
         accumulators = sum(statistic.accumulates for statistic in own)
         own_work = dataclasses.replace(work, accumulators=accumulators)
-        yield Choice(strategy, own, reason, own_work, strategy.seconds(own_work, own[0]))
+        yield Choice(phase, strategy, own, reason, own_work, strategy.seconds(own_work, own[0]))
 
 
 def _cheapest(
@@ -195,10 +213,10 @@ def _is_norm(statistic: LeafStatistic) -> bool:
 
 
 def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """The choices, changed so that the norm and the clipped mean share the gradients that are formed.
+    """The choices, changed so that norms and what waits for them share the gradients that are formed.
 
-    With a microbatch of one, the gradient formed for the norm is reused for the clipped mean. If no
-    gradient is formed for the norm, nothing changes.
+    With a microbatch of one, the gradient formed for the norm is reused. If no gradient is formed for
+    the norm, nothing changes.
     """
     norms = [c for c in choices if c.strategy.forms_gradients and any(map(_is_norm, c.statistics))]
     if not norms:
@@ -210,6 +228,7 @@ def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
         if choice.phase is Phase.FIRST:
             return dataclasses.replace(choice, strategy=Materialise(), work=work)
         return Choice(
+            phase=choice.phase,
             strategy=Materialise(),
             statistics=choice.statistics,
             reason="formed for its norm",
@@ -217,6 +236,7 @@ def _formed_once(tail: Tail, choices: Sequence[Choice]) -> tuple[Choice, ...]:
             seconds=choice.work.seconds_of_joining(),
         )
 
-    uses_formed = [choice in norms or choice.phase is Phase.CLIPPED for choice in choices]
+    waits = [c.phase in WAITING and c.units.tail is tail for c in choices]
+    uses_formed = [c in norms or own for c, own in zip(choices, waits, strict=True)]
     pairs = zip(choices, uses_formed, strict=True)
     return tuple(from_formed(choice) if uses else choice for choice, uses in pairs)

@@ -22,7 +22,7 @@ to move the axis of examples about, which was measured to cost that factor in mo
 models with loops no such cost was seen. The tails come on top, not multiplied, since the price of
 a strategy is that of so many examples already:
 
-    + the norms and clipped means         which cost less if a gradient is formed once for both (m = 1)
+    + norms, and what waits for them      which costs less if a gradient is formed once for both (m = 1)
 
 An equation's result of o bytes for one example counts in s(m) if 2 m o, the result and an operand as
 large, is more than the cache holds. The vector memory of a TPU holds what belongs to one long sequence.
@@ -73,10 +73,12 @@ def choose_microbatch_size(
     batch_size: int,
     device: Backend,
     planned: Callable[[int], Sequence[TailPlan]],
+    drops: bool,
 ) -> int:
     """The divisor of the batch size with the least price, among those whose activations fit.
 
-    `planned(size)` gives the plans of all tails for `size` examples at a time.
+    `planned(size)` gives the plans of all tails for `size` examples at a time. If `drops` is true, all
+    accumulators wait for norms.
     """
     eqns = equations_of(cut)
     a = activations(cut, 2) - activations(cut, 1)
@@ -91,12 +93,12 @@ def choose_microbatch_size(
     convolutions = counts.operations(eqn for eqn in eqns if eqn.primitive in CONVOLUTIONS)
     has_loop = any(Loop.of(eqn) is not None for eqn in eqns)
 
-    def clipping(m: int) -> float:
+    def waiting(m: int) -> float:
         # Every microbatch of more than one example is priced as if all examples ran at once.
         at_a_time = 1 if m == 1 else batch_size
-        return batch_size / at_a_time * sum(t.seconds_of_clipping for t in planned(at_a_time))
+        return batch_size / at_a_time * sum(t.seconds_of_waiting for t in planned(at_a_time))
 
-    clips = any(s.phase is Phase.CLIPPED for own in wanted for s in own)
+    waits = drops or any(s.phase is Phase.BY_NORM for own in wanted for s in own)
 
     def seconds(m: int) -> float:
         price = batch_size / m * each
@@ -107,7 +109,7 @@ def choose_microbatch_size(
         if m < batch_size:
             price += batch_size * convolutions / device.looped_convolution_rate
         price *= device.example_axis if m > 1 and not has_loop else 1
-        return price + (clipping(m) if clips else 0)
+        return price + (waiting(m) if waits else 0)
 
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     return min([m for m in divisors if m * a <= device.working_set] or [1], key=seconds)

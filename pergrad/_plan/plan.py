@@ -50,8 +50,9 @@ class Plan(Schedule):
         at_a_time = "all at once" if is_whole else f"{self.microbatch_size} at a time"
         each = f" on each of {self.devices} devices" if self.devices > 1 else ""
         operations = ratio(self.operations, self.plain_operations)
+        dropped = ", those that are not finite dropped" if self.drops else ""
         return [
-            f"{self.batch_size} examples{each}, {at_a_time}, planned for {self.backend}",
+            f"{self.batch_size} examples{each}, {at_a_time}{dropped}, planned for {self.backend}",
             f"operations: {short(self.operations)}, {operations} x jax.grad",
             f"temporary memory: {short(self.bytes)}B, {ratio(self.bytes, self.plain_bytes)} x jax.grad "
             "(both estimated)",
@@ -73,6 +74,7 @@ def describe(schedule: Schedule, cut: Cut, devices: int) -> Plan:
         paths=paths,
         tails=tails,
         weighed=schedule.weighed,
+        drops=schedule.drops,
         rows=tuple(rows[path] for path in paths),
         backend=device.name,
         operations=varying + rounds * fixed + sum(row.operations for row in rows.values()),

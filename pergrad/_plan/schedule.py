@@ -24,6 +24,7 @@ class Schedule:
     of the parameters. `tails` has the plan of each tail at the number of the tail. `weighed` are the
     variables that carry the weight of an example as a factor if the backward pass starts from the
     weight, which it does only if all examples have the same one. If there are none, it starts from 1.
+    `drops` says whether examples that are not finite are dropped.
     """
 
     batch_size: int
@@ -32,6 +33,7 @@ class Schedule:
     paths: tuple[str, ...] = dataclasses.field(repr=False)
     tails: tuple[TailPlan, ...] = dataclasses.field(repr=False)
     weighed: frozenset[Var] = dataclasses.field(repr=False)
+    drops: bool
 
     @property
     def microbatches(self) -> int:
@@ -46,19 +48,23 @@ def make_schedule(
     batch_size: int,
     microbatch_size: int | str | None,
     forced: Forced,
+    drops: bool,
 ) -> Schedule:
-    """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter."""
+    """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter.
+
+    If `drops` is true, examples that are not finite are dropped. Every parameter must then have norms.
+    """
     device = backend.backend()
 
     @functools.cache
     def planned(size: int) -> tuple[TailPlan, ...]:
-        return tuple(choose(tail, wanted, size, device, forced) for tail in cut.all_tails())
+        return tuple(choose(tail, wanted, size, device, forced, drops) for tail in cut.all_tails())
 
     if microbatch_size == "auto":
-        microbatch_size = choose_microbatch_size(cut, wanted, batch_size, device, planned)
+        microbatch_size = choose_microbatch_size(cut, wanted, batch_size, device, planned, drops)
     assert not isinstance(microbatch_size, str)
     group_size = math.lcm(*(s.unit for own in wanted for s in own if isinstance(s.unit, int)))
     at_once = min(batch_size, microbatch_size or batch_size)
     at_once = group_size * math.ceil(at_once / group_size)
     tails, weighed = start_from_weight(cut.program, planned(at_once))
-    return Schedule(batch_size, at_once, group_size, tuple(paths), tails, weighed)
+    return Schedule(batch_size, at_once, group_size, tuple(paths), tails, weighed, drops)

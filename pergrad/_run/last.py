@@ -1,4 +1,7 @@
-"""The end of a run: statistics that need all examples side by side, and the parts of each device."""
+"""The end of a run: shares of the examples that are left, parts of each device, and the last phase.
+
+The last phase has the statistics that need all examples side by side.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,19 @@ from pergrad._run.microbatches import SCOPE, Outcome
 from pergrad._run.reduce import Reduction
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, Phase
+
+
+def with_shares_of_kept(outcome: Outcome, kept: jax.Array) -> Outcome:
+    """The outcome for shares that add up to 1, if those of the examples that are left add up to `kept`.
+
+    If none is left, `kept` is 0, and means are NaN.
+    """
+    states: dict[Key, Any] = {
+        (param, s): s.reweighed(x, 1 / kept)
+        for (param, s), x in outcome.states.items()
+        if isinstance(s, Accumulator)
+    }
+    return outcome._replace(states=outcome.states | states)
 
 
 def part_of_all(outcome: Outcome, devices: Devices) -> Outcome:

@@ -2,8 +2,9 @@
 
 The backbone of one example runs under `jax.vmap`, which returns the factors of its tails for all
 examples of the microbatch. Then every tail is reduced over these examples; XLA is free to do that as
-soon as the factors of the tail are computed. Tails with clipped means are reduced once more, with other
-weights, after all norms are known.
+soon as the factors of the tail are computed. Tails with means whose weights depend on norms are reduced
+once more, with these weights, after all norms are known. If examples that are not finite are dropped,
+every accumulator waits for the norms.
 
 A `lax.scan` runs all microbatches and hands the states on from one to the next. A batch or microbatch of
 one example runs without `vmap`, because an axis of length 1 in front would only be in XLA's way. If
@@ -23,7 +24,8 @@ from pergrad._cut import Cut, Examples
 from pergrad._ir import Weights, read
 from pergrad._plan import Schedule
 from pergrad._run.backbone import InLoops, reducers_in_loops, run_program
-from pergrad._run.clip import clipped_means
+from pergrad._run.by_norm import means_by_norm
+from pergrad._run.finite import finite_examples
 from pergrad._run.reduce import Directions, Reduction, empty_states
 from pergrad._run.states import States
 from pergrad._statistics import Accumulator, Phase
@@ -31,18 +33,30 @@ from pergrad._statistics import Accumulator, Phase
 SCOPE = "pergrad"  # the named scope of a run, which has a scope for the backbone and for each tail
 
 
+class Given(NamedTuple):
+    """What the caller passes by keyword, as one array for each parameter.
+
+    `directions` are those of inner products, and `max_norms` are the largest norms. They are None if no
+    statistic takes them.
+    """
+
+    directions: Sequence[Any] | None = None
+    max_norms: Sequence[Any] | None = None
+
+
 class Outcome(NamedTuple):
-    """What the first two phases return.
+    """What all phases but the last return.
 
     `losses` are [B], and the leaves `aux` are [B, ...]. `states` has the states of accumulators and the
     values of all other statistics. `factors` has the factors [B, ...] that are kept for the last phase,
-    by the number of the tail.
+    by the number of the tail. `finite` [B] says which examples were not dropped, or is None if none is.
     """
 
     losses: jax.Array
     aux: list[jax.Array]
     states: States
     factors: dict[int, list[jax.Array]]
+    finite: jax.Array | None
 
 
 @jax.named_scope(SCOPE)
@@ -52,14 +66,15 @@ def run(
     params: Sequence[Any],
     examples: Sequence[Any],
     w: Weights,
-    directions: Sequence[Any] | None = None,
+    given: Given,
 ) -> Outcome:
-    """Runs the first two phases of the schedule for the examples, whose leaves are [B, ...].
+    """Runs all phases of the schedule but the last for the examples, whose leaves are [B, ...].
 
-    `w` is each example's share of the batch: [B], or one number for all. `directions` has the direction
-    of each parameter for inner products, or is None if no statistic takes one.
+    `w` is each example's share of the batch: [B], or one number for all. If examples are dropped, the
+    states are those for the shares of the others, which then do not add up to 1.
     """
-    microbatch = _Microbatch(cut, schedule, params, _inward(schedule, directions))
+    directions = _inward(schedule, given.directions)
+    microbatch = _Microbatch(cut, schedule, params, directions, given.max_norms)
     states = _starting_states(schedule)
     rounds = schedule.microbatches
     if rounds == 1:
@@ -80,13 +95,13 @@ def run(
         examples, own_weights = xs
         out = microbatch.run(examples, w if own_weights is None else own_weights, states)
         ends = States({key: out.states[key] for key in states})
-        return ends, (out.losses, out.aux, out.states.per_example, out.factors)
+        return ends, out._replace(states=out.states.per_example)
 
     states, per_example = lax.scan(body, states, xs)
-    losses, aux, values, factors = jax.tree.map(
+    out = jax.tree.map(
         lambda x: x.reshape(rounds * length, *x.shape[2:])[: schedule.batch_size], per_example
     )
-    return Outcome(losses, aux, states | values, factors)
+    return out._replace(states=states | out.states)
 
 
 def _starting_states(schedule: Schedule) -> States:
@@ -97,8 +112,9 @@ def _starting_states(schedule: Schedule) -> States:
     states = States()
     if schedule.microbatches > 1:
         for t in schedule.tails:
-            running = t.statistics(Phase.FIRST, Phase.CLIPPED)
-            states |= empty_states(t, [s for s in running if isinstance(s, Accumulator)])
+            running = t.statistics(Phase.FIRST, Phase.KEPT, Phase.BY_NORM)
+            accumulators = [s for s in running if isinstance(s, Accumulator)]
+            states |= empty_states(t, accumulators, schedule.paths)
     return states
 
 
@@ -122,6 +138,7 @@ class _Microbatch(NamedTuple):
     schedule: Schedule
     params: Sequence[Any]
     directions: Directions
+    max_norms: Sequence[Any] | None
 
     def run(self, examples: Sequence[Any], w: Weights, states: States) -> Outcome:
         """The outcome for these examples. Accumulators continue from `states`."""
@@ -144,13 +161,20 @@ class _Microbatch(NamedTuple):
         results = in_loops
         for reduction in reductions:
             results |= reduction.run(reduction.plan.of(Phase.FIRST), states)
-        results |= clipped_means(reductions, own_weights, results, states)
-        kept = {
+        finite = None
+        if schedule.drops:
+            finite = finite_examples(reductions, losses, own_weights, results)
+            own_weights = jnp.where(finite, own_weights, 0)
+            for reduction in reductions:
+                kept = reduction.with_weights(own_weights)
+                results |= kept.run(reduction.plan.of(Phase.KEPT), states)
+        results |= means_by_norm(reductions, own_weights, results, states, self.max_norms)
+        factors = {
             reduction.plan.tail.number: reduction.examples.factors
             for reduction in reductions
             if reduction.plan.keeps_factors
         }
-        return Outcome(losses, aux, results, kept)
+        return Outcome(losses, aux, results, factors, finite)
 
     def _run_backbone(
         self,

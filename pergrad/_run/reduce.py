@@ -66,10 +66,25 @@ class Reduction:
             Job(tail.params.index(param), statistic, state, self.directions.get(param))
             for (param, statistic), state in starts.items()
         ]
-        name = _name_of(self.plan.tail, self.paths)
-        with jax.named_scope(name), jax.named_scope(str(choice.strategy)):
+        with jax.named_scope(self.name), jax.named_scope(str(choice.strategy)):
             made = choice.strategy.reduce(tail, jobs, examples)
         return dict(zip(starts, made, strict=True))
+
+    @property
+    def name(self) -> str:
+        """The name of the tail in profiles."""
+        return _name_of(self.plan.tail, self.paths)
+
+    def with_weights(self, w: jax.Array) -> Reduction:
+        """The same reduction, with other weights for the examples.
+
+        Units that have been made and are weighted as the examples are need not be made again.
+        """
+        old = self.examples.weights
+        made = {u: dataclasses.replace(x, weights=w) for u, x in self._units.items() if x.weights is old}
+        return dataclasses.replace(
+            self, examples=dataclasses.replace(self.examples, weights=w), _units=made
+        )
 
     def units(self, units: Units) -> Examples:
         """The units of the examples. Each kind of units is made once."""
@@ -107,7 +122,7 @@ def _name_of(tail: Tail, paths: Sequence[str]) -> str:
     return f"tail[{', '.join(names)}{f' and {others} more' if others else ''}]"
 
 
-def empty_states(plan: TailPlan, accumulators: Collection[Accumulator]) -> States:
+def empty_states(plan: TailPlan, accumulators: Collection[Accumulator], paths: Sequence[str]) -> States:
     """The states before the first example. A tail in loops has one state for each of their rounds."""
     tail = plan.tail
 
@@ -122,5 +137,6 @@ def empty_states(plan: TailPlan, accumulators: Collection[Accumulator]) -> State
             (param, accumulator): empty(place, accumulator)
             for accumulator in accumulators
             for place, param in enumerate(tail.params)
+            if accumulator.selects(paths[param])
         }
     )

@@ -2,7 +2,7 @@
 
 In reading order: `base` (what every statistic says about itself), `of_parameters` (statistics of each
 parameter on its own), `of_examples` (statistics of an example's whole gradient, and of its loss),
-`combine` (merges the results of several batches).
+`by_norm` (means whose weights depend on norms), `combine` (merges the results of several batches).
 """
 
 from pergrad._statistics.base import Accumulator as Accumulator
@@ -18,16 +18,18 @@ from pergrad._statistics.base import Source as Source
 from pergrad._statistics.base import State as State
 from pergrad._statistics.base import Statistic as Statistic
 from pergrad._statistics.base import WeightedSum as WeightedSum
+from pergrad._statistics.by_norm import ClippedMean as ClippedMean
+from pergrad._statistics.by_norm import WeightedMean as WeightedMean
 from pergrad._statistics.combine import all_combine as all_combine
 from pergrad._statistics.combine import combine as combine
 from pergrad._statistics.of_examples import By as By
-from pergrad._statistics.of_examples import ClippedMean as ClippedMean
 from pergrad._statistics.of_examples import Count as Count
 from pergrad._statistics.of_examples import Dot as Dot
 from pergrad._statistics.of_examples import Factors as Factors
 from pergrad._statistics.of_examples import Gram as Gram
 from pergrad._statistics.of_examples import Loss as Loss
 from pergrad._statistics.of_examples import Norm as Norm
+from pergrad._statistics.of_examples import SquaredNorm as SquaredNorm
 from pergrad._statistics.of_examples import Where as Where
 from pergrad._statistics.of_examples import added_up as added_up
 from pergrad._statistics.of_parameters import PLAIN_MEAN as PLAIN_MEAN

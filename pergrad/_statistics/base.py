@@ -38,7 +38,8 @@ class Phase(enum.Enum):
     """When a statistic is computed."""
 
     FIRST = "as soon as the factors of a tail are computed"
-    CLIPPED = "after the norms of all gradients have been computed"
+    KEPT = "after it is known which examples are finite, if others are dropped"
+    BY_NORM = "after the norms of all gradients have been computed"
     LAST = "after all examples have been through the model"
 
 
@@ -81,6 +82,7 @@ class Seen(Protocol):
 
     losses: jax.Array
     count: jax.Array
+    paths: Sequence[str]
 
     def leaves_of(self, statistic: Statistic) -> list[Any]:
         """For each parameter the result of the statistic's last leaf, or None if there is no leaf."""
@@ -124,6 +126,11 @@ class Statistic:
     @property
     def takes_direction(self) -> bool:
         """Whether the caller must pass a direction."""
+        return False
+
+    @property
+    def takes_max_norm(self) -> bool:
+        """Whether the caller must pass a `max_norm`."""
         return False
 
     @property
@@ -272,16 +279,27 @@ class Accumulator(LeafStatistic, abc.ABC):
         """The same as `add_all`, but `state` may be None."""
         return self.add_all(self.state_or_empty(state, like), gs, w)
 
-    def weights(self, w: jax.Array, squared_norms: jax.Array) -> jax.Array:
+    def reweighed(self, state: State, factor: jax.Array) -> State:
+        """The state that it would be if all weights had been multiplied by `factor`."""
+        raise ArgumentError(
+            f"{self!r} cannot be used with nonfinite='drop': how its state depends on the weights is "
+            f"not known. Define `reweighed` in {type(self).__name__}."
+        )
+
+    def weights(self, w: jax.Array, squared_norms: jax.Array, max_norm: Any) -> jax.Array:
         """The examples' weights [B] in this statistic, from their weights `w` in all others.
 
-        `squared_norms` [B] are those of the gradients over the parameters that `norms_over` names.
+        `squared_norms` [B] are those of the gradients over all parameters whose `norm_at` is the same.
+        `max_norm` is that of the call for these parameters, or None if the call has none.
         """
         return w
 
-    def norms_over(self, params: Sequence[int], param: int) -> tuple[int, ...]:
-        """The parameters, out of `params`, whose norms decide the weights at the parameter `param`."""
-        return ()
+    def norm_at(self, path: str) -> str | None:
+        """The name of the norm that decides the weights at the parameter at `path`; None if none does.
+
+        Parameters with the same name have one norm in common.
+        """
+        return None
 
     def as_part(self, result: Any, devices: Devices) -> Any:
         return jax.tree.map(lambda x: x[None], result)
@@ -319,6 +337,9 @@ class WeightedSum(Accumulator, abc.ABC):
 
     def from_quantity(self, state: State | None, value: Any) -> Any:
         return added(state, value)
+
+    def reweighed(self, state: State, factor: jax.Array) -> State:
+        return state * factor.astype(state.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

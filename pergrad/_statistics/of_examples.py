@@ -1,12 +1,8 @@
-"""Statistics of an example's whole gradient: norms, clipped means, inner products, factors.
+"""Statistics of an example's whole gradient: norms, inner products, factors.
 
 Each is made of leaves, one for every parameter. Most are sums of their leaves over the parameters:
 
     ||g_i||^2 = sum over parameters of ||g_i||^2,     and <g_i, v> and <g_i, g_j> in the same way.
-
-A clipped mean needs the norms of all parameters before its first sum, but no second backward pass: once
-the norms are known, it is a mean with other weights, w_i phi(min(1, C / ||g_i||)), over the factors,
-which are still in memory.
 
 Squares are kept in float32 at least (float64 for float64 gradients). In float32 a norm below 1e-19 is 0
 and a norm above 1e19 is infinite, because its square is. This holds for every strategy, however large or
@@ -17,10 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +31,13 @@ from pergrad._statistics.base import (
     Reading,
     Seen,
     Statistic,
-    name_of,
 )
-from pergrad._statistics.of_parameters import Mean, Phi
 
 Where = Callable[[str], bool]
 
 
-By = Literal["all", "leaf"]
+# Which parameters have a norm in common: all, none, or those for whose paths a function gives one name.
+By = Literal["all", "leaf"] | Callable[[str], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +103,7 @@ class Saved(LeafStatistic):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Selecting(Statistic):
+class Selecting(Statistic):
     """A statistic of the parameters that `where` selects by their paths, or of all without `where`."""
 
     def selects(self, path: str) -> bool:
@@ -122,7 +115,8 @@ class _Selecting(Statistic):
         changed = (f"{name}={value!r}" for name, default, value in fields if value != default)
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    def _check_where(self, where: Any) -> None:
+    def check_where(self, where: Any) -> None:
+        """Raises an error unless `where` is a function or None."""
         if where is not None and not callable(where):
             raise ArgumentError(
                 f"{type(self).__name__}: where must be a function of a parameter's path, a string such "
@@ -141,19 +135,35 @@ def root(square: jax.Array) -> jax.Array:
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
 
 
-def _check_by(statistic: Statistic, by: Any) -> None:
-    if by not in get_args(By):
-        name = type(statistic).__name__
-        raise ArgumentError(f"{name}: by must be 'all' or 'leaf' (each parameter alone), not {by!r}.")
+def check_by(statistic: Statistic, by: Any) -> None:
+    """Raises an error unless `by` is one of the values that the statistic's option `by` may have."""
+    if not callable(by) and by not in ("all", "leaf"):
+        raise ArgumentError(
+            f"{type(statistic).__name__}: by must be 'all', 'leaf' (each parameter alone) or a function "
+            f"from a parameter's path to the name of its group, not {by!r}."
+        )
+
+
+def norm_name(by: By, path: str) -> str:
+    """The name of the norm that the parameter at `path` belongs to. Equal names have one norm."""
+    if not callable(by):
+        return path if by == "leaf" else by
+    name = by(path)
+    if not isinstance(name, str):
+        raise ArgumentError(
+            f"by must give the name of a group, a string, for every path. For {path} it gave {name!r}."
+        )
+    return name
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Norm(_Selecting):
+class Norm(Selecting):
     """The l2 norm of each example's gradient, shape [B]. Example weights do not change it.
 
     Args:
       by: with `"all"` the result is one norm, over all parameters together. With `"leaf"` it is one norm
-        for each parameter, in a tree like the parameters.
+        for each parameter, in a tree like the parameters. With a function from a parameter's path to the
+        name of a group it is one norm for each group, in a dictionary by name.
       where: a function of a parameter's path, which is a string such as `['Dense_0']['kernel']`
         (`explain` shows all paths). Only the parameters for which it returns True are used. With
         `by="leaf"` the result has None for the others.
@@ -164,17 +174,29 @@ class Norm(_Selecting):
     Array([1.       , 1.4142135, 3.1622777], dtype=float32)
     >>> pg.grad_stats(loss, pg.Norm(where=lambda path: "w" in path))(params, jnp.array([0.0, 1.0, 3.0]))
     Array([0., 1., 3.], dtype=float32)
+    >>> by = lambda path: "weights" if "w" in path else "others"
+    >>> pg.grad_stats(loss, pg.Norm(by=by))(params, jnp.array([0.0, 1.0, 3.0]))["weights"]
+    Array([0., 1., 3.], dtype=float32)
     """
 
     by: By = "all"
     where: Where | None = None
 
     def __post_init__(self) -> None:
-        _check_by(self, self.by)
-        self._check_where(self.where)
+        check_by(self, self.by)
+        self.check_where(self.where)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (SquaredNorm(),) if self.selects(path) else ()
+
+    def result(self, seen: Seen) -> Any:
+        if not callable(self.by):
+            return super().result(seen)
+        groups: dict[str, list[jax.Array]] = {}
+        for path, square in zip(seen.paths, seen.leaves_of(self), strict=True):
+            if square is not None:
+                groups.setdefault(norm_name(self.by, path), []).append(square)
+        return {name: root(added_up(squares)) for name, squares in groups.items()}
 
     def of_leaves(self, leaves: Sequence[Any], tree: Callable[[Sequence[Any]], Any]) -> Any:
         if self.by == "all":
@@ -187,7 +209,7 @@ class Norm(_Selecting):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Gram(_Selecting):
+class Gram(Selecting):
     """The inner products `<g_i, g_j>` of the examples' gradients, [B, B]. Weights do not change them.
 
     `where` selects parameters as in `Norm`. The inputs and residuals of the layers of these parameters
@@ -202,7 +224,7 @@ class Gram(_Selecting):
     where: Where | None = None
 
     def __post_init__(self) -> None:
-        self._check_where(self.where)
+        self.check_where(self.where)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (Pairs(),) if self.selects(path) else ()
@@ -244,85 +266,8 @@ class Dot(Statistic):
         return Merging.JOINED
 
 
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
-class ClippedMean(Mean):
-    """`sum_i w_i phi(c_i g_i) / sum_i w_i` with `c_i = min(1, max_norm / ||g_i||)`: clipped gradients.
-
-    Without `phi` it is the mean of the clipped gradients, with the shapes and dtypes of the parameters.
-    Multiply it by the number of examples to get their sum. If `max_norm` is 0, the result is 0. If
-    `max_norm` is infinite, nothing is clipped. An example whose norm is not finite makes the result NaN,
-    unless its weight is 0.
-
-    Args:
-      max_norm: a gradient with a larger norm is scaled down to this norm.
-      by: with `"all"` an example's gradient is clipped as a whole, by its norm over all parameters. With
-        `"leaf"` the gradient of each parameter is clipped by its own norm.
-      phi: None, or one of the functions that `Mean` knows to be factorable, such as `jnp.square`.
-
-    >>> loss = lambda w, x: jnp.mean(w * x)
-    >>> pg.grad_stats(loss, pg.ClippedMean(2.0))(jnp.float32(1), jnp.array([1.0, 5.0]))
-    Array(1.5, dtype=float32)
-    """
-
-    max_norm: float = math.inf
-    by: By = "all"
-
-    def __init__(self, max_norm: float, by: By = "all", *, phi: Phi = None) -> None:
-        _check_by(self, by)
-        is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
-        if not is_number or not max_norm >= 0:
-            raise ArgumentError(
-                "ClippedMean: max_norm must be a number of at least 0, known when the function is made, "
-                f"not {max_norm!r}."
-            )
-        if not Mean(phi).is_factorable:
-            raise ArgumentError(
-                f"ClippedMean: phi must be jnp.square, jnp.abs, jnp.sign or pg.power(p), not {phi!r}."
-            )
-        object.__setattr__(self, "phi", phi)
-        object.__setattr__(self, "max_norm", float(max_norm))
-        object.__setattr__(self, "by", by)
-
-    def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
-        return (SquaredNorm(), self)
-
-    @property
-    def phase(self) -> Phase:
-        return Phase.CLIPPED
-
-    @property
-    def in_parts(self) -> bool:
-        return False
-
-    @property
-    def shares_weights(self) -> bool:
-        return False
-
-    def weights(self, w: jax.Array, squared_norms: jax.Array) -> jax.Array:
-        own = self.weight(squared_norms)
-        return jnp.where(w != 0, w * own.astype(w.dtype), 0)
-
-    def norms_over(self, params: Sequence[int], param: int) -> tuple[int, ...]:
-        return tuple(params) if self.by == "all" else (param,)
-
-    def weight(self, squared_norm: jax.Array) -> jax.Array:
-        """The factor phi(c) by which clipping changes an example's weight: phi(c g) = phi(c) phi(g).
-
-        c is 1 for a gradient of zeros, and NaN for a gradient that is not finite.
-        """
-        norm = root(squared_norm)
-        c = jnp.where(norm > self.max_norm, self.max_norm / jnp.where(norm > 0, norm, 1), 1)
-        return self.apply(jnp.where(jnp.isfinite(norm), c, jnp.nan))
-
-    def __repr__(self) -> str:
-        by = "" if self.by == "all" else f", by={self.by!r}"
-        return (
-            f"ClippedMean({self.max_norm}{by}{'' if self.phi is None else f', phi={name_of(self.phi)}'})"
-        )
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
-class Factors(_Selecting):
+class Factors(Selecting):
     """The factors of each parameter's gradients: the saved inputs and residuals of its layer.
 
     The result is a tree like the parameters. It has a `FactorPair` for every parameter whose gradient is
@@ -338,7 +283,7 @@ class Factors(_Selecting):
     where: Where | None = None
 
     def __post_init__(self) -> None:
-        self._check_where(self.where)
+        self.check_where(self.where)
 
     def leaves(self, path: str) -> tuple[LeafStatistic, ...]:
         return (Saved(),) if self.selects(path) else ()

@@ -269,6 +269,11 @@ class Variance(Accumulator):
         d = mean_b - mean_a
         return share, mean_a + d * of_b, m2_a + m2_b + jnp.square(d) * (s_a * of_b)
 
+    def reweighed(self, state: State, factor: jax.Array) -> State:
+        share, mean, m2 = state
+        factor = factor.astype(m2.dtype)
+        return share * factor, mean, m2 * factor
+
     def part_of_all(self, state: State, devices: Devices) -> State:
         # share = sum s,  mean = sum s mean_s / share,  M2 = sum (M2_s + s (mean_s - mean)^2)
         s, mean_s, m2_s = state
@@ -374,6 +379,9 @@ class Fold(Accumulator):
         if not isinstance(w, jax.Array):
             return lax.scan(lambda s, g: (self.add(s, g, w), None), state, gs)[0]
         return lax.scan(lambda s, gw: (self.add(s, *gw), None), state, (gs, w))[0]
+
+    def reweighed(self, state: State, factor: jax.Array) -> State:
+        return state
 
     def part_of_all(self, state: State, devices: Devices) -> State:
         merge = self.merge

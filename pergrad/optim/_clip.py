@@ -52,12 +52,13 @@ def clipped(inner: optax.GradientTransformation, max_norm: Any) -> StatsTransfor
 
 
 def clip_examples(
-    inner: optax.GradientTransformation, max_norm: float, by: By = "all"
+    inner: optax.GradientTransformation, max_norm: float | None, by: By = "all"
 ) -> StatsTransformation:
     """`inner` with the statistics of clipped examples, g_i min(1, max_norm / ||g_i||).
 
     Only `stats` changes: every mean in it becomes the mean of the clipped gradients,
-    `pg.ClippedMean(max_norm, by)`.
+    `pg.ClippedMean(max_norm, by)`. If `max_norm` is None, the function that computes the statistics
+    takes it at each call.
 
     >>> tx = pg.optim.clip_examples(pg.optim.micro_adam(1e-3), max_norm=1.0)
     >>> tx.stats["mean"]

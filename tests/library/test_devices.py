@@ -38,6 +38,16 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 set_mesh = jax.set_mesh
 SIZE = 16
 WEIGHTS = np.array([1, 0.5, 2.5, 3, 0, 1.5, 2, 1, 0, 0, 0, 0, 1, 2, 3, 4])  # one device has nothing
+
+
+def soft(norm):
+    return 2 / (2 + norm)
+
+
+def group(path):
+    return "matrices" if path in ("['w']", "['v']") else "others"
+
+
 REDUCED = {
     "count": pg.Count(),
     "mean": pg.Mean(),
@@ -48,7 +58,14 @@ REDUCED = {
 STATS = REDUCED | {
     "tokens": (pg.Mean(jnp.square, per="token"), pg.Variance(per="token")),
     "groups": (pg.Mean(jnp.square, per=2), pg.Variance(per=2)),
-    "norm": (pg.Norm(), pg.Norm(by="leaf"), pg.Norm(by="leaf", where=lambda path: "w" in path)),
+    "norm": (
+        *(pg.Norm(), pg.Norm(by="leaf"), pg.Norm(by=group)),
+        pg.Norm(by="leaf", where=lambda path: "w" in path),
+    ),
+    "weighted": (
+        *(pg.WeightedMean(soft), pg.ClippedMean(by=group)),
+        pg.WeightedMean(soft, by="leaf", where=lambda path: "v" in path),
+    ),
     "loss": pg.Loss(),
     "dot": pg.Dot(),
     "individual": pg.Individual(),
@@ -150,6 +167,7 @@ def is_sharded_like(mesh, x, spec):
 )
 def test_every_statistic(layout, kind, weights):
     more = {"direction": DIRECTION, "example_weights": weights}
+    more |= {"max_norm": {"matrices": 1.0, "others": 2.0}}
     expected = jax.jit(pg.value_and_stats(loss, STATS))(params(), batch(), **more)
     mesh = mesh_of(kind, data=4, model=2)
     stats_fn = jax.jit(pg.value_and_stats(loss, STATS, spmd_axis_name="data"))
@@ -235,6 +253,26 @@ def test_padding_may_be_anything():
     with set_mesh(mesh_of(data=8)):
         stats_fn = jax.jit(pg.value_and_stats(loss, REDUCED, spmd_axis_name="data"))
         close(stats_fn(params(), padded, example_weights=weights), expected)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(AUTO, None), (EXPLICIT, 1)])
+def test_examples_that_fail_are_dropped(kind, size):
+    # One device is left with nothing.
+    bad = np.array([2, 4, 5, 6, 7])
+    b = batch() | {"x": batch()["x"].at[bad].set(jnp.nan)}
+    stats = {name: REDUCED[name] for name in ("count", "mean", "variance", "clipped")}
+    stats |= {"fold": ENDS, "groups": pg.Variance(per=2), "norm": pg.Norm(), "loss": pg.Loss()}
+    options = {"nonfinite": "drop", "microbatch_size": size}
+    expected = jax.jit(pg.value_and_stats(loss, stats))(
+        params(), b, example_weights=np.where(np.isin(np.arange(SIZE), bad), 0, 1)
+    )
+    mesh = mesh_of(kind, data=4, model=2)
+    stats_fn = jax.jit(pg.value_and_stats(loss, stats, spmd_axis_name="data", **options))
+    with set_mesh(mesh):
+        out = stats_fn(laid_out(mesh, "both"), spread(mesh, b))
+    close(out, expected)
+    close(jax.jit(pg.value_and_stats(loss, stats, **options))(params(), b), expected)
+    assert out[1]["count"] == SIZE - len(bad)
 
 
 def test_variance_is_accurate_when_the_mean_is_large():

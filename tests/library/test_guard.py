@@ -27,6 +27,7 @@ MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square)}
 NORMS = {"norm": pg.Norm()}
 TOKENS = {"mean": pg.Mean(), "second_moment": pg.Mean(jnp.square, per="token")}
 CLIPPED = {"clipped": pg.ClippedMean(1.0)}
+WEIGHTED = {"weighted": pg.WeightedMean(lambda norm: 1 / (norm + 0.01))}
 # What strict.py does without, since it takes longer to compile. The newest XLA always has it.
 HAS_OTHER_EMITTERS = "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]
 AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True} if HAS_OTHER_EMITTERS else None
@@ -72,6 +73,7 @@ class Limit(NamedTuple):
     microbatch_size: int | None
     operations: float | None  # None where loops cannot be unrolled
     bytes: float
+    nonfinite: str = "keep"
 
 
 LIMITS = {
@@ -79,6 +81,8 @@ LIMITS = {
     "long: moments": Limit(LONG, MOMENTS, None, 1.02, 0.9),
     "long: moments, one example at a time": Limit(LONG, MOMENTS, 1, None, 0.13),
     "long: clipped": Limit(LONG, CLIPPED, None, 1.32, 0.94),
+    "long: weighted": Limit(LONG, WEIGHTED, None, 1.32, 0.94),
+    "long: mean, failures dropped": Limit(LONG, {"mean": pg.Mean()}, None, 1.36, 0.94, "drop"),
     "tied: moments": Limit(TIED, MOMENTS, None, 1.02, 0.74),
     "scanned: moments": Limit(SCANNED, MOMENTS, None, None, 1.10 if NEWER_XLA else 1.06),
     "lstm: moments": Limit(RECURRENT, MOMENTS, None, None, 1.3),
@@ -129,10 +133,11 @@ def plain_bytes(model: Any) -> float:
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="limits are those of a newer XLA")
 @pytest.mark.parametrize("name", LIMITS)
 def test_cost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, stats, microbatch_size, most_operations, most_bytes = LIMITS[name]
+    model, stats, microbatch_size, most_operations, most_bytes, nonfinite = LIMITS[name]
+    options: Any = {"microbatch_size": microbatch_size, "nonfinite": nonfinite}
 
     def stats_fn() -> Any:  # a new one for each count, which JAX has not traced yet
-        return pg.value_and_stats(model.loss, stats, microbatch_size=microbatch_size)
+        return pg.value_and_stats(model.loss, stats, **options)
 
     with as_users_compile():
         assert temporary_bytes(stats_fn(), model) <= most_bytes * plain_bytes(model)

@@ -63,7 +63,7 @@ def assert_statistics(case, truth, error):
     assert jax.tree.structure(results["mean"]) == jax.tree.structure(case.args[0])
     elementwise = {name: results[name] for name in ELEMENTWISE}
     assert_agrees((value, elementwise), truth, case.weights, error)
-    questions.assert_agrees({name: results[name] for name in WHOLE}, None, case.weights, error)
+    questions.assert_agrees({name: results[name] for name in WHOLE}, {}, case.weights, error)
     return results
 
 

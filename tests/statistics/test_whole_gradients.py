@@ -501,11 +501,11 @@ def test_low_precision(name, dtype):
         plan = pg.explain(runner.loss, pg.Mean(), **runner.options)(*runner.args)
         questions = Questions(runner.truth, [row.path for row in plan.rows])
         p = runner.args[0]
-        v = questions.direction(p)
+        keywords = questions.keywords(questions.statistics, p)
         stats_fn = pg.grad_stats(runner.loss, questions.statistics, strategy=strategy, **runner.options)
-        stats = jax.jit(stats_fn)(*runner.args, direction=v, example_weights=runner.weights)
-        questions.assert_agrees(stats, v, runner.weights, ERROR[dtype])
-        clipped = {"clipped", "clipped_by_leaf"}
+        stats = jax.jit(stats_fn)(*runner.args, example_weights=runner.weights, **keywords)
+        questions.assert_agrees(stats, keywords, runner.weights, ERROR[dtype])
+        clipped = {"clipped", "clipped_by_leaf", "clipped_by_group", "weighted"}
         for result in jax.tree.leaves([x for key, x in stats.items() if key not in clipped]):
             assert result.dtype == jnp.float32
         for key in clipped:

@@ -55,6 +55,8 @@ def cases(*names: str, file: str = "tests/library/test_cases.py") -> tuple[str, 
 
 
 WHOLE = ("tests/statistics/test_whole_gradients.py", "-k", "test_alone or microbatch or weights")
+BY_NORM = ("tests/statistics/test_by_norm.py", "-k", "any_weight or max_norm")
+DROPPED = ("tests/library/test_nonfinite.py",)
 GROUPS = ("tests/cut/test_units.py", "-k", "test_groups or padding")
 TOKENS = ("tests/cut/test_units.py", "-k", "test_tokens")
 COMBINED = ("tests/statistics/test_combine.py", "-k", "not devices")
@@ -291,11 +293,61 @@ MUTANTS = (
         WHOLE,
     ),
     Mutant(
-        "ClippedMean",
-        "pergrad/_statistics/of_examples.py",
-        "return jnp.where(w != 0, w * own.astype(w.dtype), 0)",
-        "return jnp.where(w != 0, own.astype(w.dtype) / w.size, 0)",
+        "WeightedMean",
+        "pergrad/_statistics/by_norm.py",
+        "return jnp.where(counts, w * own.astype(w.dtype), 0)",
+        "return jnp.where(counts, own.astype(w.dtype) / w.size, 0)",
         WHOLE,
+    ),
+    Mutant(
+        "WeightedMean",
+        "pergrad/_run/by_norm.py",
+        "if statistic.norm_at(paths[param]) == norm]",
+        "if statistic.norm_at(paths[param])]",
+        BY_NORM,
+    ),
+    Mutant(
+        "ClippedMean",
+        "pergrad/_statistics/by_norm.py",
+        "c = jnp.where(norm > most,",
+        "c = jnp.where(norm < most,",
+        WHOLE,
+    ),
+    Mutant(
+        "ClippedMean",
+        "pergrad/_call/max_norms.py",
+        "found = {i: found[name] for",
+        "found = {i: max(found.values()) for",
+        BY_NORM,
+    ),
+    # examples that are dropped
+    Mutant(
+        "dropped examples",
+        "pergrad/_run/finite.py",
+        "return lax.cond(jnp.any(matters & ~known), look,",
+        "return lax.cond(jnp.any(matters & ~known), lambda _: known,",
+        DROPPED,
+    ),
+    Mutant(
+        "dropped examples",
+        "pergrad/_run/finite.py",
+        "finite = jnp.isfinite(losses)",
+        "finite = jnp.isfinite(losses) | True",
+        DROPPED,
+    ),
+    Mutant(
+        "dropped examples",
+        "pergrad/_call/call.py",
+        "outcome = with_shares_of_kept(outcome, self._count(kept) / count)",
+        "",
+        DROPPED,
+    ),
+    Mutant(
+        "dropped examples",
+        "pergrad/_statistics/of_parameters.py",
+        "return share * factor, mean, m2 * factor",
+        "return share * factor, mean, m2",
+        DROPPED,
     ),
     Mutant(
         "Factors",

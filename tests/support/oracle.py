@@ -119,18 +119,17 @@ def dot(g: Tree, v: Tree) -> np.ndarray:
 
 
 def clipped_mean(g: Tree, max_norm: float, w: Any = None, phi: Any = None) -> Tree:
-    """`sum_i w_i g_i min(1, max_norm / ||g_i||) / sum_i w_i`, the norm over all leaves of the tree.
+    """`sum_i w_i g_i min(1, max_norm / ||g_i||) / sum_i w_i`, as `weighted_mean`."""
+    return weighted_mean(g, lambda n: 1.0 if n <= max_norm else max_norm / n, w, phi)
 
-    With `phi` it is the mean of phi of the clipped gradients. A gradient whose norm is not finite makes
-    everything NaN, unless its weight is 0.
+
+def weighted_mean(g: Tree, weight: Callable[[Any], Any], w: Any = None, phi: Any = None) -> Tree:
+    """`sum_i w_i g_i weight(||g_i||) / sum_i w_i`, the norm over all leaves of the tree.
+
+    With `phi` it is the mean of phi of the weighted gradients. A gradient whose norm is not finite makes
+    everything NaN, unless its weight `w_i` is 0.
     """
-
-    def scale(length: float) -> float:
-        if not np.isfinite(length):
-            return np.nan
-        return 1.0 if length <= max_norm else max_norm / length
-
-    scales = [scale(length) for length in norm(g)]
+    scales = [weight(length) if np.isfinite(length) else np.nan for length in norm(g)]
 
     def leaf(x: np.ndarray) -> np.ndarray:
         x, counts = _kept(x, w)

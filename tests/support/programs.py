@@ -123,6 +123,8 @@ ASKED: dict[str, tuple[list[str], list[str]]] = {
     "whole": ([*MOMENTS, "fold", "individual"], []),
     "clipped": (["count"], ["gram_where", "clipped_square", "clipped_by_leaf"]),
     "clipped mean": (["mean"], ["clipped", "norm_where"]),
+    "weighted": (["square"], ["weighted", "weighted_square_where", "norm_by_group"]),
+    "clipped groups": (["mean", "count"], ["clipped_by_group", "weighted"]),
     "signs": (["abs", "sign", "signed_square"], []),
     "tokens": (["token_mean"], ["norm", "gram"]),
     "units": (["group_square", "single_square", "group_mean"], []),
@@ -141,6 +143,7 @@ class Call:
     has_aux: bool = False
     microbatch_size: int | str | None = None
     strategy: str = "auto"
+    nonfinite: str = "keep"  # or "drop": the examples of weight 0 count, and are dropped if not finite
 
     def argnums(self, names: Sequence[str]) -> int | tuple[int, ...]:
         """The places of the arguments with these names."""
@@ -156,6 +159,13 @@ class Call:
             has_aux=self.has_aux,
             keep_batch_dim=self.keep_batch_dim,
         )
+
+    @property
+    def given_weights(self) -> tuple[float, ...] | None:
+        """The weights that the call is given. Those that are to be dropped count until then."""
+        if self.weights is None or self.nonfinite == "keep":
+            return self.weights
+        return tuple(w or 1.0 for w in self.weights)
 
 
 @dataclass(frozen=True)
@@ -285,6 +295,7 @@ def draw(seed: int) -> RandomProgram:
         has_aux=r.random() < 0.2,
         microbatch_size=one([None, None, 1, 2, 3, "auto"]),
         strategy=one(["auto", "auto", "auto", *(strategy.name for strategy in STRATEGIES)]),
+        nonfinite="drop" if r.random() < 0.3 and (may_be_anything or weights is None) else "keep",
     )
     return RandomProgram(network, call, seed)
 
@@ -298,15 +309,19 @@ def check(program: RandomProgram) -> str:
     Raises an error if a statistic is wrong.
     """
     call, args = program.call, program.args()
-    weights = None if call.weights is None else array(call.weights, program.network.dtype)
+    given = call.given_weights
+    given = None if given is None else array(given, program.network.dtype)
     loss = jax.jit(program.loss)  # traced once, for the oracle and, in half of the programs, for pergrad
-    truth, error = _truth(program, loss, args)
+    weights = _kept_weights(program, loss, args)
+    if not np.any(weights):
+        return "not finite"
+    truth, error = _truth(program, loss, args, weights)
     if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves((truth.losses, truth.grads))):
         return "not finite"
     if error > ERROR["bfloat16"]:
         return "badly conditioned"
     names, whole = ASKED[call.asked]
-    if call.size == 1 or (call.weights and sum(call.weights) <= 1):
+    if call.size == 1 or np.sum(weights) <= 1:
         names = [name for name in names if name != "variance"]
     numbers = call.options["argnums"]
     if isinstance(numbers, int):
@@ -322,13 +337,25 @@ def check(program: RandomProgram) -> str:
         **call.options,
         microbatch_size=call.microbatch_size,
         strategy=call.strategy,
+        nonfinite=call.nonfinite,
     )
-    direction = questions.direction(params)
-    more = {"direction": direction} if "dot" in whole else {}
-    value, (stats, of_whole) = jax.jit(stats_fn)(*args, example_weights=weights, **more)
+    keywords = questions.keywords(whole, params)
+    value, (stats, of_whole) = jax.jit(stats_fn)(*args, example_weights=given, **keywords)
     assert_agrees((value, stats), truth, weights, error)
-    questions.assert_agrees(of_whole, direction, weights, error)
+    questions.assert_agrees(of_whole, keywords, weights, error)
     return "ok"
+
+
+def _kept_weights(program: RandomProgram, loss: Callable[..., Any], args: tuple[Any, ...]) -> np.ndarray:
+    """How often each example counts, which is 0 for one that is dropped."""
+    call = program.call
+    given = np.ones(call.size) if call.weights is None else np.asarray(call.given_weights)
+    if call.nonfinite == "keep":
+        return given
+    values, _, grads = oracle.per_example(loss, args, **call.options)
+    leaves = (values, *jax.tree.leaves(grads))
+    finite = [np.isfinite(x).reshape(call.size, -1).all(axis=1) for x in leaves]
+    return np.where(np.all(finite, axis=0), given, 0)
 
 
 def _paths(params: Tree) -> list[str]:
@@ -336,7 +363,7 @@ def _paths(params: Tree) -> list[str]:
 
 
 def _truth(
-    program: RandomProgram, loss: Callable[..., Any], args: tuple[Any, ...]
+    program: RandomProgram, loss: Callable[..., Any], args: tuple[Any, ...], counts: np.ndarray
 ) -> tuple[Truth, float]:
     """The truth in float64, zero for examples of weight 0, and the error that a gradient may have.
 
@@ -345,7 +372,6 @@ def _truth(
     another order of additions rounds otherwise.
     """
     call = program.call
-    counts = np.ones(call.size) if call.weights is None else np.asarray(call.weights)
 
     def kept(x: np.ndarray) -> np.ndarray:
         return np.stack([np.where(count > 0, y, 0) for y, count in zip(x, counts, strict=True)])

@@ -1,5 +1,6 @@
 """Cases are run: with any strategy, weights, microbatches and dtype, and compared with the truth."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +11,21 @@ import numpy as np
 
 import pergrad as pg
 from pergrad._call import Call, Request
+from tests.support import oracle
 from tests.support.bounds import ERROR, STATISTICS, UNITS, assert_agrees
-from tests.support.cases import Case, array
+from tests.support.cases import BATCH, Case, array
 from tests.support.every_case import CASES
 from tests.support.truth import in_mixed_precision, options, traced_once, truth_of
-from tests.support.whole import Questions
+from tests.support.whole import IN_TURNS, Questions
 
 WEIGHTS = np.array([1, 0, 2.5, 3, 0.5])
 
 # How a case is run: (keep_batch_dim, weights, microbatch_size). "padded": weights, and the example of
-# weight 0 is NaN. Of the sizes, 1 divides the batch and 2 does not.
-VARIANTS = list(itertools.product((True, False), ("none", "weights", "padded"), (None, 1, 2, "auto")))
+# weight 0 is NaN. "dropped": that example has a weight, and is dropped if it is not finite. Of the
+# sizes, 1 divides the batch and 2 does not.
+VARIANTS = list(
+    itertools.product((True, False), ("none", "weights", "padded", "dropped"), (None, 1, 2, "auto"))
+)
 
 
 ERROR_OF_CASE = {
@@ -71,10 +76,20 @@ def pad(case: Case, args: Any) -> Any:
     return tuple(args)
 
 
+@functools.cache
+def finite_if_padded(case: Case) -> np.ndarray:
+    """Which examples have a finite loss and gradient if the floats of some are NaN, by the oracle."""
+    args = pad(case, case.make_args(jnp.dtype("float64")))
+    losses, _, grads = oracle.per_example(traced_once(case.loss), args, **options(case))
+    leaves = (losses, *jax.tree.leaves(grads))
+    return np.all([np.isfinite(x).reshape(BATCH, -1).all(axis=1) for x in leaves], axis=0)
+
+
 class Runner:
     """Runs one case in one variant: `explain` and `run` take the same options.
 
-    With `once` its loss is traced and differentiated once for all of these runs.
+    With `once` its loss is traced and differentiated once for all of these runs. The call has the
+    weights `given`, and the truth those of `weights`, which are 0 for examples that are dropped.
     """
 
     statistics = STATISTICS
@@ -92,9 +107,13 @@ class Runner:
             loss, self.args = in_mixed_precision(case, loss, self.args)
         self.loss = loss if keep_batch_dim else as_single(case, loss)
         self.options = options(case) | {"keep_batch_dim": keep_batch_dim, "microbatch_size": size}
-        self.weights = None if weights == "none" else WEIGHTS
-        if weights == "padded":
+        self.weights = self.given = None if weights == "none" else WEIGHTS
+        if weights in ("padded", "dropped"):
             self.args = pad(case, self.args)
+        if weights == "dropped":
+            self.options["nonfinite"] = "drop"
+            self.given = np.where(WEIGHTS > 0, WEIGHTS, 1.25)
+            self.weights = np.where(finite_if_padded(case), self.given, 0)
 
     def ways(self, strategy: str) -> set[tuple[str, Any, Any]]:
         """Which strategy would feed which statistic of which parameters."""
@@ -111,7 +130,7 @@ class Runner:
     def check(self, strategy: str) -> None:
         """Runs all statistics in one program and compares them with the truth."""
         stats_fn = pg.value_and_stats(self.loss, self.statistics, strategy=strategy, **self.options)
-        out = jax.jit(stats_fn)(*self.args, example_weights=self.weights)
+        out = jax.jit(stats_fn)(*self.args, example_weights=self.given)
         assert_agrees(out, self.truth, self.weights, self.error)
 
 
@@ -150,15 +169,16 @@ def check_whole(
     call = Call(Request(runner.loss, pg.Mean(), **runner.options), runner.args, {})
     questions = Questions(runner.truth, call.paths)
     units = {name: unit.statistic for name, unit in UNITS.items()} if names is None else {}
-    spared = ("clipped_square", "clipped_by_leaf")[CASES.index(case) % 2]
-    whole = {name: questions.statistics[name] for name in names or {*questions.statistics} - {spared}}
+    number = CASES.index(case)
+    spared = {IN_TURNS[(number + k) % len(IN_TURNS)] for k in range(3)}
+    whole = {name: questions.statistics[name] for name in names or {*questions.statistics} - spared}
     argnums = case.argnums
     params = runner.args[argnums] if isinstance(argnums, int) else tuple(runner.args[n] for n in argnums)
-    direction = questions.direction(params)
+    keywords = questions.keywords(whole, params)
 
     stats_fn = pg.value_and_stats(
         runner.loss, {"whole": whole, "units": units}, strategy=strategy, **runner.options
     )
-    value, stats = jax.jit(stats_fn)(*runner.args, direction=direction, example_weights=runner.weights)
+    value, stats = jax.jit(stats_fn)(*runner.args, example_weights=runner.given, **keywords)
     assert_agrees((value, stats["units"]), runner.truth, runner.weights, runner.error)
-    questions.assert_agrees(stats["whole"], direction, runner.weights, runner.error)
+    questions.assert_agrees(stats["whole"], keywords, runner.weights, runner.error)

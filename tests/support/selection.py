@@ -60,6 +60,7 @@ SHORTENED = {
     },
     "library/test_devices.py": {"test_every_statistic"},
     "library/test_frameworks.py": {"test_model_meets_the_oracle"},
+    "library/test_nonfinite.py": {"test_dropped", "test_a_large_gradient_is_not_dropped"},
     "library/test_integrations.py": {
         "test_statistics",
         "test_half_precision",
@@ -107,6 +108,7 @@ SHORTENED = {
         "test_product_is_the_gradient",
         "test_only_residuals_depend_on_the_cotangent",
     },
+    "statistics/test_by_norm.py": {"test_any_weight", "test_bad_max_norm"},
     "statistics/test_whole_gradients.py": {
         "test_any_microbatch_and_strategy",
         "test_gradient_that_is_not_finite_is_not_dropped",

@@ -31,6 +31,8 @@ pergrad.nnx.explain(loss, STATS, batch_argnums=(1, 2))
 pergrad.nnx.check(loss, 0, has_aux=True, rtol=1e-3)
 print(pg.explain(loss, STATS)(0, 1).rows[0].path)
 print(pg.Variance(per="token"), pg.Norm("leaf"), pg.ClippedMean(1.0, by="all"))
+print(pg.ClippedMean(by=lambda path: path[:3]), pg.WeightedMean(jnp.tanh, jnp.square, by="leaf"))
+pg.value_and_stats(loss, STATS, nonfinite="drop")
 pg.optim.clip_examples(optax.sgd(1e-3), 1.0, by="leaf")
 pg.optim.scale_by_sign(of="examples")
 pg.scaling.move({}, 8, 16, "linear")
@@ -56,6 +58,8 @@ pg.Mean(per="group")  # pyright: ignore[reportArgumentType]
 pg.Variance(per="tokens")  # pyright: ignore[reportArgumentType]
 pg.Norm("leaves")  # pyright: ignore[reportArgumentType]
 pg.ClippedMean(1.0, "each")  # pyright: ignore[reportArgumentType]
+pg.WeightedMean(jnp.tanh, by="each")  # pyright: ignore[reportArgumentType]
+pg.explain(loss, STATS, nonfinite="skip")  # pyright: ignore[reportArgumentType]
 pg.optim.clip_examples(optax.sgd(1e-3), 1.0, by="each")  # pyright: ignore[reportArgumentType]
 pg.optim.scale_by_sign(of="signs")  # pyright: ignore[reportArgumentType]
 pg.scaling.move({}, 8, 16, "square root")  # pyright: ignore[reportArgumentType]

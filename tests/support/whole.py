@@ -7,12 +7,14 @@ leaves together by ERROR * S, where S^2 is the sum of theirs. So
     a norm, or the dot product with a direction of length 1:  ERROR * S
     the inner product of two gradients:                       2 ERROR * S^2
     a gradient clipped to the norm c:                         ERROR * G (1 + S / c)
+    a gradient weighted by c / (c + its norm):                the same
     its square:                                               2 G times that
 
 and a result of several leaves has a bound that looks at each of them: no large leaf hides a small one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,7 +29,20 @@ from tests.support.truth import Truth
 
 Tree = Any
 
-OF_LEAVES = ("norm_by_leaf", "norm_by_leaf_where", "clipped", "clipped_square", "clipped_by_leaf")
+# Of these a case is asked for two, others from case to case.
+IN_TURNS = ("clipped_square", "clipped_by_leaf", "clipped_by_group", "weighted", "weighted_square_where")
+OF_LEAVES = ("norm_by_leaf", "norm_by_leaf_where", "clipped", *IN_TURNS)
+GROUPS = ("even", "odd")
+
+
+@dataclass(frozen=True)
+class Soft:
+    """The weight c / (c + norm)."""
+
+    c: float
+
+    def __call__(self, norm: Any) -> Any:
+        return self.c / (self.c + norm)
 
 
 class Questions:
@@ -42,10 +57,14 @@ class Questions:
         self.leaves, self.tree = jax.tree.flatten(truth.grads)
         selected = set(paths[::2])
         self.selected = [path in selected for path in paths]
+        self.groups = [GROUPS[i % 2] for i in range(len(paths))]
+        group_of = dict(zip(paths, self.groups, strict=True))
         self.max_norm = float(np.median(oracle.norm(truth.grads))) or 1.0
         of_leaves = np.concatenate([oracle.norm([x]) for x in self.leaves])
         of_leaves = of_leaves[of_leaves > 0]
         self.max_norm_of_leaf = float(np.median(of_leaves)) if of_leaves.size else 1.0
+        norms = {name: oracle.norm(self._of_group(name)) for name in set(self.groups)}
+        self.max_norms = {name: float(np.median(x)) or 1.0 for name, x in norms.items()}
         where: Callable[[str], bool] = lambda path: path in selected  # noqa: E731
         self.statistics = {
             "norm": pg.Norm(),
@@ -58,7 +77,21 @@ class Questions:
             "clipped": pg.ClippedMean(self.max_norm),
             "clipped_square": pg.ClippedMean(self.max_norm, phi=jnp.square),
             "clipped_by_leaf": pg.ClippedMean(self.max_norm_of_leaf, by="leaf"),
+            "norm_by_group": pg.Norm(by=group_of.__getitem__),
+            "clipped_by_group": pg.ClippedMean(by=group_of.__getitem__),
+            "weighted": pg.WeightedMean(Soft(self.max_norm)),
+            "weighted_square_where": pg.WeightedMean(
+                Soft(self.max_norm_of_leaf), jnp.square, by="leaf", where=where
+            ),
         }
+
+    def keywords(self, names: Collection[str], like: Tree) -> dict[str, Any]:
+        """What a call for these statistics is given by keyword; `like` are the parameters."""
+        direction = {"direction": self.direction(like)} if "dot" in names else {}
+        return direction | ({"max_norm": self.max_norms} if "clipped_by_group" in names else {})
+
+    def _of_group(self, name: str) -> list[np.ndarray]:
+        return [x for x, group in zip(self.leaves, self.groups, strict=True) if group == name]
 
     def direction(self, like: Tree) -> Tree:
         """A direction of length 1, like the parameters `like`."""
@@ -71,8 +104,8 @@ class Questions:
         ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
-    def assert_agrees(self, stats: Any, direction: Tree, weights: Any, error: float) -> None:
-        """Compares what results there are with the truth.
+    def assert_agrees(self, stats: Any, keywords: dict[str, Any], weights: Any, error: float) -> None:
+        """Compares what results there are of a call with these keywords with the truth.
 
         An example of weight 0 may have any norm of its own.
         """
@@ -90,9 +123,19 @@ class Questions:
                 truth = kept(oracle.gram(g).T, w).T
                 _assert_examples(products, truth, w, 2 * error * scale**2, "gram" + name)
         if "dot" in stats:
-            dots = oracle.dot(self.truth.grads, direction)
+            dots = oracle.dot(self.truth.grads, keywords["direction"])
             _assert_examples(stats["dot"], dots, w, error * _length(S), "dot")
 
+        for name, norms in stats.get("norm_by_group", {}).items():
+            scale = _length([s for s, group in zip(S, self.groups, strict=True) if group == name])
+            _assert_examples(norms, oracle.norm(self._of_group(name)), w, error * scale, f"norm {name}")
+        by_group = {
+            name: iter(oracle.clipped_mean(self._of_group(name), c, w))
+            for name, c in self.max_norms.items()
+        }
+        clipped_by_group = [next(by_group[name]) for name in self.groups]
+
+        weighted = jax.tree.leaves(oracle.weighted_mean(self.truth.grads, Soft(self.max_norm), w))
         truth, squares = (
             jax.tree.leaves(oracle.clipped_mean(self.truth.grads, self.max_norm, w, phi))
             for phi in (None, np.square)
@@ -109,6 +152,19 @@ class Questions:
                     case "clipped":
                         bound = error * G[i] * (1 + _length(S) / self.max_norm)
                         assert_within(leaves[i], truth[i], bound, where)
+                    case "weighted":
+                        bound = error * G[i] * (1 + _length(S) / self.max_norm)
+                        assert_within(leaves[i], weighted[i], bound, where)
+                    case "clipped_by_group":
+                        bound = error * G[i] * (1 + _length(S) / self.max_norms[self.groups[i]])
+                        assert_within(leaves[i], clipped_by_group[i], bound, where)
+                    case "weighted_square_where" if not self.selected[i]:
+                        assert leaves[i] is None, where
+                    case "weighted_square_where":
+                        soft = Soft(self.max_norm_of_leaf)
+                        bound = 3 * G[i] * error * G[i] * (1 + S[i] / soft.c)
+                        expected = oracle.weighted_mean(g, soft, w, np.square)
+                        assert_within(leaves[i], expected, bound, where)
                     case "clipped_square":
                         bound = 3 * G[i] * error * G[i] * (1 + _length(S) / self.max_norm)
                         assert_within(leaves[i], squares[i], bound, where)
