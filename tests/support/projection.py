@@ -16,6 +16,8 @@ import numpy as np
 @functools.cache
 def matrix(path: str, shape: tuple[int, ...], dim: int, seed: int) -> np.ndarray:
     """The matrix [dim, number of entries] of the parameter at `path`."""
+    if not math.prod(shape):
+        return np.zeros((dim, 0))
     sides = _sides(shape)
     lengths = _compressed(sides, dim) if len(sides) == 2 else sides
     keys = jax.random.split(_key(path, seed), 4)
