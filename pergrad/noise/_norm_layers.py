@@ -137,5 +137,6 @@ def calibrate(
 
 def _logarithm(noise_scale: float | None) -> float | None:
     """None if the noise scale is not known: where no signal is seen, it is None or infinite."""
-    is_known = noise_scale is not None and 0 < noise_scale < math.inf
-    return math.log(noise_scale) if is_known else None
+    if noise_scale is None or not 0 < noise_scale < math.inf:
+        return None
+    return math.log(noise_scale)

@@ -107,9 +107,10 @@ def from_stats(inner: optax.GradientTransformation) -> StatsTransformation:
     `inner` gets the statistics as `stats=` and their `mean` as the gradient. Its state is that of
     `inner`. Transformations of gradients cannot stand in front of it; put them into `inner`.
 
-    >>> tx = pg.optim.from_stats(pg.optim.micro_adam(0.5, eps=0.0))
+    >>> tx = pg.optim.from_stats(pg.optim.micro_adam(0.5))
     >>> stats = {"mean": jnp.array([3.0]), "second_moment": jnp.array([36.0])}
-    >>> tx.update(stats, tx.init(jnp.zeros(1)))[0]
+    >>> updates, state = tx.update(stats, tx.init(jnp.zeros(1)))
+    >>> jnp.round(updates, 3)  # -0.5 * 3 / sqrt(36)
     Array([-0.25], dtype=float32)
     """
     extra = optax.with_extra_args_support(inner)
