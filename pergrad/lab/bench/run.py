@@ -142,7 +142,7 @@ def _item(row: Row) -> Item:
     return Item(**{field.name: row[field.name] for field in dataclasses.fields(Item)})
 
 
-def measure(item: Item, settings: Settings, *, ours: bool = False, say: Say = to_stderr) -> list[Row]:
+def measure(item: Item, settings: Settings, say: Say = to_stderr, *, ours: bool = False) -> list[Row]:
     """The rows of one comparison that `items` lists. With `ours` models leave other packages out."""
     names: tuple[str, ...]
     match item.part:

@@ -102,7 +102,7 @@ def about(target: TargetName) -> dict[str, Any]:
     return {"versions": versions, "target": target, "chip": dataclasses.asdict(CHIPS[target])}
 
 
-def measure(item: Item, target: TargetName, *, ours: bool = False, say: Say = to_stderr) -> list[Row]:
+def measure(item: Item, target: TargetName, say: Say = to_stderr, *, ours: bool = False) -> list[Row]:
     """The rows of one comparison, the floor first. With `ours` other packages are left out."""
     workload = cases.abstract(item.case)
     task = workload.task(item.task)
