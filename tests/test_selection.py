@@ -14,7 +14,7 @@ NAMES = [f"test_x[case{number}-{option}]" for number in range(200) for option in
     [
         ("all", True, 1),
         ("all", False, 1),
-        ("some", True, 4),
+        ("some", True, 6),
         ("some", False, 1),
         ("few", True, 12),
         ("few", False, 3),

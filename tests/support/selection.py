@@ -7,8 +7,8 @@ too, which changes from commit to commit:
 
     PERGRAD_TESTS   a list in SHORTENED                     another list of parameters
     all             all of it                               all of it
-    some            a quarter: the number is the turn's,    all of it
-                    both modulo 4
+    some            a sixth: the number is the turn's,      all of it
+                    both modulo 6
     few             a twelfth: the number is the turn's     a third: both modulo 3
 
 `some` is what runs without that variable. PERGRAD_TURN sets the turn. A test that is named on the
@@ -127,7 +127,7 @@ def file_of(item: Any) -> str:
 
 def runs(name: str, is_long: bool, how_many: str, turn: int) -> bool:
     """Whether the test of this name, one of a list of parameters, has its turn."""
-    parts = {"all": 1, "some": 4 if is_long else 1, "few": TURNS if is_long else 3}[how_many]
+    parts = {"all": 1, "some": 6 if is_long else 1, "few": TURNS if is_long else 3}[how_many]
     parameters = name.partition("[")[2]
     return zlib.crc32(parameters.encode()) % parts == turn % parts
 
