@@ -4,6 +4,10 @@ PYTHON ?= python3
 NEWEST_PYTHON ?= $(shell for python in $$(ls -d $$HOME/.pyenv/versions/*/bin/python3 2>/dev/null | sort -rV) \
 	python3.14 python3.13 python3.12 $(PYTHON); do $$python -c \
 	'import sys, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
+# The Pythons in which a built package is tried: those of the classifiers that are on the path or among pyenv's.
+DIST_PYTHONS ?= $(shell for minor in 11 12 13; do \
+	for python in $$HOME/.pyenv/versions/3.$$minor.*/bin/python3 python3.$$minor; do \
+	$$python -c 'import venv' 2>/dev/null && echo $$python && break; done; done)
 
 VENV := .venv
 OLDEST := .venv-oldest
@@ -11,9 +15,13 @@ NEWEST := .venv-newest
 TORCH := .venv-torch
 TPU := .venv-tpu
 GPU := .venv-gpu
+DOCS := .venv-docs
+DIST := .venv-dist
+NIGHTLY := .venv-nightly
 OLDEST_JAX := jax==0.7.2 jaxlib==0.7.2
 # What depends on the version of JAX: all but the lab, the examples and the checks of the project's files.
-ENGINE := $(filter-out tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py, \
+ENGINE := $(filter-out tests/lab/% %/test_examples.py %/test_processes.py %/test_project.py %/test_site.py \
+	%/test_release.py, \
 	$(wildcard tests/test_*.py tests/*/test_*.py))
 # Three processes keep two cores busy: some tests wait for processes of their own.
 PYTEST := -m pytest -n 3
@@ -22,7 +30,8 @@ FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo private-digits mislabelled test test-all test-oldest test-newest test-tpu test-gpu \
-	test-engine-oldest test-engine-newest mutants fuzz lint bench bench-torch clean
+	test-engine-oldest test-engine-newest test-nightly mutants fuzz lint bench bench-torch \
+	docs docs-figures test-docs dist constraints clean
 
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +69,10 @@ test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone, few of 
 test-engine-newest: $(NEWEST)/installed ## run the engine's tests alone, few of the cases, with the newest JAX
 	PERGRAD_TESTS=few $(NEWEST)/bin/python $(PYTEST) $(ENGINE)
 
+test-nightly: $(NIGHTLY)/installed ## run the tests with last night's JAX, from the index JAX_NIGHTLY_INDEX
+	$(NIGHTLY)/bin/python $(PYTEST) -W 'ignore:pergrad is tested with JAX' \
+		--deselect tests/test_compat.py::test_this_jax_is_tested
+
 mutants: $(VENV)/installed ## break the engine in many small ways and see that the tests notice
 	$(VENV)/bin/python -m tests.support.mutants
 
@@ -77,8 +90,27 @@ bench: $(VENV)/bench ## time and memory beside jax.grad, vmap(grad), optax and j
 bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and torch.func
 	$(TORCH)/bin/python -m pergrad.lab.bench.torch_side_by_side
 
+docs: $(DOCS)/installed ## build the site into site/, strictly; site/index.html opens without a network
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+docs-figures: $(VENV)/installed ## run the tutorials and draw their figures again
+	$(VENV)/bin/python -m docs.make_figures
+
+test-docs: docs $(VENV)/installed ## build the site, and open every page in a browser
+	PERGRAD_SITE=site $(VENV)/bin/python -m pytest tests/test_site.py
+
+dist: $(DIST)/installed ## build sdist and wheel, look into them, and try them in empty environments
+	rm -rf dist
+	$(DIST)/bin/python -m build --outdir dist
+	$(DIST)/bin/python tests/support/dist.py dist $(DIST_PYTHONS)
+
+constraints: $(VENV)/installed ## write the versions of all packages of `make test` to constraints.txt
+	$(VENV)/bin/python tests/support/constraints.py > constraints.tmp
+	mv constraints.tmp constraints.txt
+
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) $(TPU) $(GPU) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) $(TPU) $(GPU) $(DOCS) $(DIST) $(NIGHTLY)
+	rm -rf .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp files below are written last: an interrupted installation is done again.
@@ -104,6 +136,24 @@ $(TPU)/installed: pyproject.toml
 $(GPU)/installed: pyproject.toml
 	$(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --editable '.[dev,gpu-aot]'
+	touch $@
+
+$(DOCS)/installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+$(DIST)/installed:
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet build
+	touch $@
+
+$(NIGHTLY)/installed: pyproject.toml
+	@test -n '$(JAX_NIGHTLY_INDEX)' || \
+		{ echo 'Where are the nightly builds of JAX? make test-nightly JAX_NIGHTLY_INDEX=https://...'; exit 1; }
+	$(PYTHON) -m venv $(NIGHTLY)
+	$(NIGHTLY)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(NIGHTLY)/bin/python -m pip install --quiet --pre --upgrade --index-url '$(JAX_NIGHTLY_INDEX)' jax jaxlib
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml

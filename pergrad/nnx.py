@@ -49,8 +49,8 @@ def value_and_stats(
       stats: as for `pergrad.value_and_stats`.
       argnums: the module or modules to differentiate.
       wrt: a filter of the variables to differentiate, as in `nnx.Optimizer`.
-      batch_argnums, has_aux, keep_batch_dim, rng_argnums, shared_argnums, microbatch_size,
-        spmd_axis_name, strategy: as for `pergrad.value_and_stats`.
+
+    All other options are those of `pergrad.value_and_stats`.
 
     The function raises `NotPerExampleError` if the loss writes to a module what it computed from the
     examples, as batch norm does in training mode.

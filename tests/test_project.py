@@ -21,11 +21,7 @@ from tests.support.pages import ROOT
 PACKAGE = ROOT / "pergrad"
 # test_frameworks.py runs docs/frameworks.md, and looks at its results; docs/devices.md needs devices.
 ELSEWHERE = {ROOT / "docs" / "frameworks.md", ROOT / "docs" / "devices.md"}
-PAGES = sorted(
-    page
-    for page in {ROOT / "README.md", *ROOT.glob("docs/*.md")} - ELSEWHERE
-    if "```python" in page.read_text()
-)
+PAGES = [page for page in pages.EVERY if page not in ELSEWHERE and "```python" in page.read_text()]
 
 NAMES = {
     *("value_and_stats", "grad_stats", "explain", "check", "Plan"),
@@ -105,7 +101,8 @@ def test_every_function_has_an_example(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(page, as_for_users, capsys):
+def test_page(page, as_for_users, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # pages draw figures
     namespace = {"__name__": page.name}
     blocks = list(pages.blocks(page))
     assert len(blocks) == page.read_text().count("```python")
@@ -113,6 +110,8 @@ def test_page(page, as_for_users, capsys):
         exec(code, namespace)
         printed = capsys.readouterr().out
         assert output is None or printed.split() == output.split()
+    for name in pages.figures(page):
+        assert (tmp_path / name).exists() and (page.parent / name).exists(), "run make docs-figures"
 
 
 def test_readme_has_code():

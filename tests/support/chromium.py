@@ -103,6 +103,15 @@ class Browser:
             raise AssertionError(found["exceptionDetails"])
         return found["result"].get("value")
 
+    def wait_for(self, expression: str) -> Any:
+        """The value of the expression, once it is neither empty nor false."""
+        until = time.monotonic() + PATIENCE
+        while not (found := self.ask(expression)):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the page never had {expression}")
+            time.sleep(0.05)
+        return found
+
     def screenshot(self, **part: float) -> bytes:
         """All of the page, or the part at x, y, width, height and a scale, as PNG."""
         options = {"format": "png", "captureBeyondViewport": True} | ({"clip": part} if part else {})

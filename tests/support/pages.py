@@ -12,6 +12,15 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 
 
+DRAWN = re.compile(r'savefig\("([^"/]+)"')
+EVERY = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def figures(page: Path) -> list[str]:
+    """The names of the figures that the code of a page draws."""
+    return DRAWN.findall(page.read_text())
+
+
 def blocks(page: Path) -> Iterator[tuple[CodeType, str | None]]:
     """Each block of Python, and the block of text right below it, if any: what it prints."""
     text = page.read_text()
