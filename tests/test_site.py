@@ -108,7 +108,8 @@ def browser() -> Iterator[chromium.Browser]:
 @pytest.mark.parametrize("page", BUILT, ids=lambda page: page.relative_to(SITE).as_posix())
 def test_page_can_be_read(page: Path, width: int, browser: chromium.Browser):
     browser.open(page, width, dark=width == 390)
-    assert not browser.ask(FAULTS)
+    faults = browser.ask(FAULTS)
+    assert not faults
 
 
 @needs_site
