@@ -261,8 +261,9 @@ class Call:
             raise ArgumentError(
                 f"the direction must be a tree like the parameters, {self.params_tree}; it is {tree}."
             )
-        first = jnp.shape(leaves[0]) if is_number_like(leaves[0]) else ()
-        several = first[:1] if len(first) == self.params[0].ndim + 1 and first[0] else ()
+        first: tuple[int, ...] = jnp.shape(leaves[0]) if is_number_like(leaves[0]) else ()
+        is_several = len(first) == self.params[0].ndim + 1 and 0 not in first[:1]
+        several = first[:1] if is_several else ()
         for path, leaf, param in zip(self.paths, leaves, self.params, strict=True):
             if not is_number_like(leaf) or jnp.shape(leaf) != (*several, *jnp.shape(param)):
                 what = kind(_as_array(leaf) if is_number_like(leaf) else leaf)

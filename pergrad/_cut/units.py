@@ -105,7 +105,8 @@ def _make_units(tail: Tail, per: Unit) -> list[Units]:
         return [Units(tail, 1 / per if isinstance(per, int) else 1)]
     places = range(len(tail.grads))
     if per == "position":
-        return [_positions(tail, place) for place in places]
+        # A parameter with sums over different positions has no such units, and nobody asks for them.
+        return [_positions(tail, place) for place in places if len(_numbers(tail, place)) == 1]
     if per == "token":
         return [_contributions(tail, place, term) for place in places for term in tail.terms_of(place)]
     return _groups(tail, int(per))
@@ -128,6 +129,11 @@ def positions_of(tail: Tail, place: int) -> int:
     All its terms must have the same number of contributions.
     """
     return tail.terms_of(place)[0].contributions if tail.terms else 1
+
+
+def _numbers(tail: Tail, place: int) -> set[int]:
+    """The numbers of contributions of the terms of the gradient at `place`."""
+    return {term.contributions for term in tail.terms_of(place)}
 
 
 def formed_gradients(tail: Tail) -> Units:

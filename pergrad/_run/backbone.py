@@ -11,6 +11,7 @@ own outer `vmap` would then reduce it over the wrong axis.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -186,7 +187,9 @@ def _reduced(
 
 def _keys(t: TailPlan) -> list[Key]:
     """The keys of a tail in a loop, in the order that both functions of a reducer return them in."""
-    return [(param, s) for s in t.statistics(Phase.FIRST) for param in t.tail.params]
+    made = {(param, s) for c in t.of(Phase.FIRST) for param in c.units.tail.params for s in c.statistics}
+    keys = itertools.product(t.tail.params, t.statistics(Phase.FIRST))
+    return [key for key in keys if key in made]
 
 
 def _like_result(tail: Tail, key: Key, direction: Any) -> Any:

@@ -110,6 +110,7 @@ class _Batches:
             case Merging.WEIGHED:
                 return jax.tree.map(lambda *m: self._mean(statistic, m).astype(m[0].dtype), *results)
             case Merging.CENTRED:
+                assert statistic.unit != "position"
                 mean = Mean(per=statistic.unit)
                 means = self._find(mean, f"{statistic!r} cannot be combined without")
                 return jax.tree.map(

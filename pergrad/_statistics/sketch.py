@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from pergrad._errors import ArgumentError
 from pergrad._ir import accumulation_dtype, widen
@@ -197,7 +198,7 @@ class Sketch(Reading):
 
     def towards(self, path: str, like: Shaped, direction: Any) -> Signs:
         words = np.array([self.key >> 32, self.key & 0xFFFFFFFF], np.uint32)
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        key = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
         for word in np.frombuffer(hashlib.sha256(path.encode()).digest()[:8], "<u4"):
             key = jax.random.fold_in(key, word)
         return Signs.of(self.layout_of(like.shape), self.dim, key, accumulation_dtype(like.dtype))
@@ -284,7 +285,7 @@ def _as_int(key: Any) -> int:
     """The key as an int that is hashable: an int as it is, and the first 64 bits of a PRNG key."""
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool) and 0 <= key < 2**64:
         return int(key)
-    if isinstance(key, jax.core.Tracer):
+    if isinstance(key, Tracer):
         raise ArgumentError(
             "Project: the key must be known when the statistic is made, because it is a part of the "
             "statistic. It is a tracer: make the statistic outside of jit, or give it an int."

@@ -92,6 +92,7 @@ class Projected(Strategy):
         assert isinstance(statistic, Sketch)
         layout = statistic.layout_of(aval(factors.tail.grads[0]).shape)
         first_is_columns = _first_is_columns(layout, factors)
+        assert first_is_columns is not None
         shared = _shared(layout, factors)
         x, d = (
             _compressed(x, _long(layout, side.numbers), shared, layout, signs, is_columns)
