@@ -34,6 +34,7 @@ print(pg.Variance(per="token"), pg.Norm("leaf"), pg.ClippedMean(1.0, by="all"))
 pg.optim.clip_examples(optax.sgd(1e-3), 1.0, by="leaf")
 pg.optim.scale_by_sign(of="examples")
 pg.scaling.move({}, 8, 16, "linear")
+pg.scaling.batch_size({}, 8, [8, 16], "adascale")
 
 # A name that does not exist.
 
@@ -59,6 +60,7 @@ pg.ClippedMean(1.0, "each")  # pyright: ignore[reportArgumentType]
 pg.optim.clip_examples(optax.sgd(1e-3), 1.0, by="each")  # pyright: ignore[reportArgumentType]
 pg.optim.scale_by_sign(of="signs")  # pyright: ignore[reportArgumentType]
 pg.scaling.move({}, 8, 16, "square root")  # pyright: ignore[reportArgumentType]
+pg.scaling.batch_size({}, 8, [8, 16], "gain")  # pyright: ignore[reportArgumentType]
 
 # An argument by place that has a name alone.
 
