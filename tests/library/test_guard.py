@@ -177,10 +177,11 @@ def test_noise_scale_of_norm_layers_is_nearly_free(model: Any) -> None:
         )
         state, noise = jax.eval_shape(adam.init, params), jax.eval_shape(monitor.init, params)
         without, more = (
-            jax.jit(step).lower(*args).cost_analysis()["flops"]
+            jax.jit(step).lower(*args)
             for step, args in (
                 (plain, (params, state, batch)),
                 (monitored, (params, state, batch, noise)),
             )
         )
-    assert more <= 1.01 * without
+    assert "stablehlo.while" not in more.as_text()  # of which one step would be counted
+    assert more.cost_analysis()["flops"] <= 1.01 * without.cost_analysis()["flops"]

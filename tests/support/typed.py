@@ -38,6 +38,7 @@ pg.gram(loss, centre=True, batch_argnums=(1, 2), microbatch_size=None)
 pg.optim.clip_examples(optax.sgd(1e-3), 1.0, by="leaf")
 pg.optim.scale_by_sign(of="examples")
 pg.scaling.move({}, 8, 16, "linear")
+pg.scaling.batch_size({}, 8, [8, 16], "adascale")
 
 # A name that does not exist.
 
@@ -66,6 +67,7 @@ pg.explain(loss, STATS, nonfinite="skip")  # pyright: ignore[reportArgumentType]
 pg.optim.clip_examples(optax.sgd(1e-3), 1.0, by="each")  # pyright: ignore[reportArgumentType]
 pg.optim.scale_by_sign(of="signs")  # pyright: ignore[reportArgumentType]
 pg.scaling.move({}, 8, 16, "square root")  # pyright: ignore[reportArgumentType]
+pg.scaling.batch_size({}, 8, [8, 16], "gain")  # pyright: ignore[reportArgumentType]
 
 # An argument by place that has a name alone.
 
