@@ -161,7 +161,7 @@ def test_imports_go_one_way(module):
 
 # The folders of the lab and the files beside them, in the same way.
 LAB_ORDER = [
-    *("errors", "files", "config", "timing"),
+    *("errors", "files", "config", "timing", "floor"),
     *("run", "compare", "pages", "bench", "studies"),
     *("progress", "cli", "__main__"),
 ]

@@ -7,6 +7,7 @@ results of several batches).
 """
 
 from pergrad._statistics.base import Accumulator as Accumulator
+from pergrad._statistics.base import Compressing as Compressing
 from pergrad._statistics.base import Layout as Layout
 from pergrad._statistics.base import LeafStatistic as LeafStatistic
 from pergrad._statistics.base import Merging as Merging
@@ -43,5 +44,4 @@ from pergrad._statistics.of_parameters import mean_of as mean_of
 from pergrad._statistics.of_parameters import power as power
 from pergrad._statistics.sketch import Project as Project
 from pergrad._statistics.sketch import Signs as Signs
-from pergrad._statistics.sketch import Sketch as Sketch
 from pergrad._statistics.sketch import SketchLayout as SketchLayout

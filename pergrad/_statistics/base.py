@@ -369,6 +369,19 @@ class WeightedSum(Accumulator, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
+class Compressing(Reading, abc.ABC):
+    """A reading of a gradient that is compressed from two sides by matrices of signs."""
+
+    @property
+    def quantity(self) -> Quantity:
+        return Quantity.SKETCHES
+
+    @abc.abstractmethod
+    def layout_of(self, shape: Sequence[int]) -> Any:
+        """How a gradient of this shape is read as a matrix (a `SketchLayout`)."""
+
+
+@dataclasses.dataclass(frozen=True)
 class OfAllGradients(LeafStatistic, abc.ABC):
     """A statistic that needs the gradients of all examples side by side."""
 

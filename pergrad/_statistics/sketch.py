@@ -56,7 +56,7 @@ from jax.core import Tracer
 
 from pergrad._errors import ArgumentError
 from pergrad._ir import accumulation_dtype, widen
-from pergrad._statistics.base import LeafStatistic, Merging, Quantity, Reading, Shaped
+from pergrad._statistics.base import Compressing, LeafStatistic, Merging, Shaped
 from pergrad._statistics.of_examples import Selecting, Where, added_up
 
 OVERSAMPLED = 4  # entries of U for each of the dim numbers
@@ -182,15 +182,11 @@ class Signs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sketch(Reading):
+class Sketch(Compressing):
     """The projection of one parameter's gradient to `dim` numbers; `key` is that of `Project`."""
 
     dim: int
     key: int
-
-    @property
-    def quantity(self) -> Quantity:
-        return Quantity.SKETCHES
 
     def layout_of(self, shape: Sequence[int]) -> SketchLayout:
         """The layout of a gradient of this shape."""

@@ -23,7 +23,7 @@ from jax import lax
 from pergrad._compat import aval
 from pergrad._cut import Examples, FactorLayout, Tail, factor_layout
 from pergrad._ir import widen
-from pergrad._statistics import LeafStatistic, Signs, Sketch, SketchLayout
+from pergrad._statistics import Compressing, LeafStatistic, Signs, SketchLayout
 from pergrad._strategies.base import Job, Strategy
 from pergrad._strategies.work import Work
 
@@ -43,7 +43,7 @@ class Projected(Strategy):
     batched: bool = False
 
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
-        if not isinstance(statistic, Sketch):
+        if not isinstance(statistic, Compressing):
             return "not a random projection"
         if len(tail.grads) != 1:
             return "several gradients share steps"
@@ -77,7 +77,7 @@ class Projected(Strategy):
 
     def fitted(self, work: Work, at_a_time: int | None) -> Projected:
         """The batched variant if products are batched on the device, or if there is one position."""
-        return Projected(batched=work.device.stream_size > 0 or work.positions == 1)
+        return Projected(batched=work.device.batches_products or work.positions == 1)
 
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         factors = factor_layout(tail)
@@ -89,7 +89,7 @@ class Projected(Strategy):
         self, job: Job, factors: FactorLayout, arrays: tuple[jax.Array, jax.Array]
     ) -> jax.Array:
         statistic, signs = job.statistic, job.direction
-        assert isinstance(statistic, Sketch)
+        assert isinstance(statistic, Compressing)
         layout = statistic.layout_of(aval(factors.tail.grads[0]).shape)
         first_is_columns = _first_is_columns(layout, factors)
         assert first_is_columns is not None
@@ -158,7 +158,7 @@ def _first_is_columns(layout: SketchLayout, factors: FactorLayout) -> bool | Non
 
 def _operations_of_one(work: Work, statistic: LeafStatistic) -> tuple[float, float]:
     """2 T (m a + n b) and 2 T a b: the operations for one example."""
-    assert isinstance(statistic, Sketch)
+    assert isinstance(statistic, Compressing)
     layout = statistic.layout_of(aval(work.tail.grads[0]).shape)
     m, n, a, b = layout.m, layout.n, layout.a, layout.b
     return 2 * work.positions * (m * a + n * b), 2 * work.positions * a * b

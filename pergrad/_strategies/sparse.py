@@ -38,7 +38,7 @@ from jax import lax
 from pergrad._compat import aval
 from pergrad._cut import Examples, Lookup, Rows, Tail, Way, of_nothing, ways_to
 from pergrad._ir import Weights, accumulation_dtype, counts, total, weigh
-from pergrad._statistics import PLAIN_MEAN, LeafStatistic, Quantity, Sketch, WeightedSum
+from pergrad._statistics import PLAIN_MEAN, Compressing, LeafStatistic, Quantity, WeightedSum
 from pergrad._strategies.base import Job, Strategy
 from pergrad._strategies.work import Work
 
@@ -117,7 +117,7 @@ def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | Non
             return "repeats entries after the lookup"
         if not all(way.has_one_number and not way.replaces for way in ways):
             return "repeats entries and scales or drops them one by one"
-    if isinstance(statistic, Sketch):
+    if isinstance(statistic, Compressing):
         if not statistic.layout_of(aval(tail.grads[place]).shape).compresses:
             return "small"
         if any(way.layout for way in ways):
@@ -253,7 +253,7 @@ class _LookedUp:
     def _sketches(self, job: Job) -> jax.Array:
         """The random projections; the table is laid out like the gradient."""
         statistic, signs = job.statistic, job.direction
-        assert isinstance(statistic, Sketch)
+        assert isinstance(statistic, Compressing)
         shape = aval(self.tail.grads[self.place]).shape
         layout, lookup, rows = statistic.layout_of(shape), self.table, self.rows
         indices = jnp.unravel_index(rows.keys, lookup.sizes(lookup.indexed))

@@ -213,8 +213,8 @@ MUTANTS = (
     Mutant(
         "Product",
         "pergrad/_cut/terms/product.py",
-        "x, d = weigh_factors(x.astype(dtype), d.astype(dtype), w)",
-        "x, d = x.astype(dtype), d.astype(dtype)",
+        "return product(*weigh_factors(x.astype(dtype), d.astype(dtype), w))",
+        "return product(x.astype(dtype), d.astype(dtype))",
         cases("mlp"),
     ),
     Mutant(
@@ -378,9 +378,23 @@ MUTANTS = (
         DROPPED,
     ),
     Mutant(
+        "Projected",
+        "pergrad/_strategies/projected.py",
+        "rows, columns = (d, x) if first_is_columns else (x, d)",
+        "rows, columns = (x, d) if first_is_columns else (d, x)",
+        ("tests/statistics/test_project.py",),
+    ),
+    Mutant(
+        "Project",
+        "pergrad/_statistics/sketch.py",
+        "key = jax.random.fold_in(key, word)",
+        "key = jax.random.fold_in(key, 1)",
+        ("tests/statistics/test_project.py",),
+    ),
+    Mutant(
         "Factors",
         "pergrad/_cut/factor_pairs.py",
-        "d = d * (unit.similarity(env, d.dtype) / contributions(tail, 0))",
+        "d = d * (unit.similarity(env, d.dtype) / contributions(self.tail, 0))",
         "d = d * unit.similarity(env, d.dtype)",
         ("tests/cut/test_factor_pairs.py",),
     ),
