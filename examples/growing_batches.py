@@ -23,10 +23,11 @@ highest.
 
 The target, the learning rates, the optimizer and the fraction were settled in trial runs, on seeds 0 to
 3, of which 1 to 3 are in the table, too. Plain Adam was given up there, for the reason above, after one
-run that needed more than twice the examples of fixed batches of 1024 with the same rate. Of the fractions 1/16, 1/4 and 1, the last
-needed more examples than fixed batches, and the others did not. So the table is no independent test of
-these choices. What came out: batches that grow are neither better nor worse than batches of one size
-that take as many steps. They need fewer examples than the largest batches, and more steps.
+run that needed more than twice the examples of fixed batches of 1024 with the same rate. Of the
+fractions 1/16, 1/4 and 1, the last needed more examples than fixed batches, and the others did not. So
+the table is no independent test of these choices. What came out: batches that grow are neither better
+nor worse than batches of one size that take as many steps. They need fewer examples than the largest
+batches, and more steps.
 """
 
 import dataclasses
