@@ -331,28 +331,6 @@ def test_aux_and_weights_of_zero():
     close(value, (losses[0] + 2 * losses[2]) / 3)
 
 
-def test_modules_of_nnx():
-    nnx = pytest.importorskip("flax.nnx")
-    from pergrad import nnx as of_modules
-
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    x = normal(0, BATCH, 3)
-    stats = {"clipped": pg.ClippedMean(), "count": pg.Count()}
-
-    def fun(model, x):
-        return jnp.mean(jnp.square(model(x)))
-
-    _, dropped = of_modules.value_and_stats(fun, stats, nonfinite="drop")(
-        model, x.at[BAD].set(jnp.nan), max_norm=0.5
-    )
-    _, kept = of_modules.value_and_stats(fun, stats)(
-        model, x, max_norm=0.5, example_weights=jnp.ones(BATCH).at[BAD].set(0)
-    )
-    assert dropped["count"] == 4
-    close(dropped, kept, rtol=1e-6)
-    assert "dropped" in str(of_modules.explain(fun, stats, nonfinite="drop")(model, x))
-
-
 # What it says.
 
 
