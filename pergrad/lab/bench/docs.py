@@ -119,11 +119,9 @@ def _of_models(log: Mapping[str, Any]) -> dict[str, str]:
     found, rows = {}, log["results"]
     for task, names in COLUMNS.items():
         found[task] = tables.markdown(columns(of_task(rows, task), names), TITLES)
-    moments, clipped = of_task(rows, "moments"), of_task(rows, "clipped")
+    moments = of_task(rows, "moments")
     shown = {column.candidate: column.title for column in columns(moments, COLUMNS["moments"])}
     found["process"] = tables.in_processes(moments, TITLES, {FLOOR: "`jax.grad`"} | shown)
-    beside = columns(clipped, {FLOOR: "`grad`"} | COLUMNS["clipped"])
-    found["clipped_tuned"] = tables.markdown(tuned(beside), TITLES)
     found["measured"] = measured(f"{COMMAND} models", log)
     return found | links(rows, FIGURES)
 
@@ -244,14 +242,21 @@ def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str
 def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
     """The log with the comparisons of a newer log in the place of its own.
 
-    The other packages, the machine and the settings must be the same.
+    The other packages, the machine and the settings must be the same. Of programs that were only
+    compiled, candidates that the newer log does not have stay.
     """
     about, at = (entry["about"] for entry in (log, newer)), newer["about"]["versions"]["pergrad"]
     old, new = ({**a, "versions": {**a["versions"], "pergrad": ""}} for a in about)
     if old != new:
         raise LabError(f"The two logs were not measured alike: {old} and {new}.")
-    measured_again = {(row["part"], row["case"], row["task"]) for row in newer["results"]}
-    kept = [r for r in log["results"] if (r["part"], r["case"], r["task"]) not in measured_again]
+    is_compiled = "target" in log["about"]  # then candidates do not depend on each other
+
+    def comparison(row: Row) -> tuple[str, ...]:
+        own = (family(row["candidate"]),) if is_compiled else ()
+        return row["part"], row["case"], row["task"], *own
+
+    measured_again = set(map(comparison, newer["results"]))
+    kept = [row for row in log["results"] if comparison(row) not in measured_again]
     rows = kept + [{**row, AGAIN: at} for row in newer["results"]]
     order = {name: place for place, name in enumerate([*EVERY_TITLE, *tasks.TASKS])}
     rows.sort(key=lambda row: (order[row["case"]], order[row["task"]]))
