@@ -130,7 +130,9 @@ def _of_target(log: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for task, names in COLUMNS.items():
         if own := of_task(log["results"], task):
-            found[f"target_{task}"] = tables.markdown(columns(own, names), EVERY_TITLE)
+            there = {name for row in own for name in (row["candidate"], family(row["candidate"]))}
+            shown = {name: title for name, title in names.items() if name in there}
+            found[f"target_{task}"] = tables.markdown(columns(own, shown), EVERY_TITLE)
     return found | {"target_compiled": compiled(log)}
 
 
