@@ -24,7 +24,7 @@ LIMITS = {
     "unrolled: norms": Limit(UNROLLED, NORMS, None, 1.02, 0.90),
     "scanned: moments": Limit(SCANNED, MOMENTS, None, 1.09, 0.65),
     "scanned: moments, one at a time": Limit(SCANNED, MOMENTS, 1, 3.90, 0.17),
-    "scanned: clipped": Limit(SCANNED, CLIPPED, None, 1.23, 2.30),
+    "scanned: clipped": Limit(SCANNED, CLIPPED, None, 1.60, 1.25),
     "recurrent: moments": Limit(RECURRENT, MOMENTS, None, 0.95, 3.13),
     "perceptron: moments": Limit(PERCEPTRON, MOMENTS, None, 1.46, 2.06),
 }

@@ -344,7 +344,8 @@ def test_blocks(tmp_path):
     torch = [a_row("BackPACK Variance", 2.0, task="variance", case="cnn, no norms")]
     torch += [{**ROWS[-1], "case": "cnn, no norms", "task": "norms", "left_out": "LayerNorm"}]
     built = [{**ROWS[0], "part": "compile"}]
-    compiled = [{**ROWS[3], "part": "target"}, {**ROWS[3], "part": "target", "case": "billion"}]
+    compiled = [{**ROWS[3], "part": "target", "task": task} for task in tasks.TASKS]
+    compiled.append({**ROWS[3], "part": "target", "case": "billion"})
     logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch, "target": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
