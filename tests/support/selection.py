@@ -90,6 +90,7 @@ SHORTENED = {
         "test_mixed_precision",
         "test_products_of_any_layout_in_mixed_precision",
         "test_variance_is_never_negative",
+        "test_variance_from_products",
         "test_weights_are_counts",
         "test_example_of_weight_zero_may_be_anything",
     },
