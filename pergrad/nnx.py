@@ -36,6 +36,7 @@ def value_and_stats(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
 ) -> Callable[..., Any]:
     """As `pergrad.value_and_stats`, for a loss that takes NNX modules.
@@ -50,7 +51,7 @@ def value_and_stats(
       argnums: the module or modules to differentiate.
       wrt: a filter of the variables to differentiate, as in `nnx.Optimizer`.
       batch_argnums, has_aux, keep_batch_dim, rng_argnums, shared_argnums, microbatch_size,
-        spmd_axis_name, strategy: as for `pergrad.value_and_stats`.
+        spmd_axis_name, param_specs, strategy: as for `pergrad.value_and_stats`.
 
     The function raises `NotPerExampleError` if the loss writes to a module what it computed from the
     examples, as batch norm does in training mode.
@@ -70,6 +71,7 @@ def value_and_stats(
         "shared_argnums": shared_argnums,
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
+        "param_specs": param_specs,
         "strategy": strategy,
     }
 
@@ -97,6 +99,7 @@ def explain(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
 ) -> Callable[..., pg.Plan]:
     """As `pergrad.explain`, for a loss that takes NNX modules."""
@@ -108,6 +111,7 @@ def explain(
         "shared_argnums": shared_argnums,
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
+        "param_specs": param_specs,
         "strategy": strategy,
     }
 
@@ -133,6 +137,7 @@ def check(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
 ) -> Callable[..., None]:
     """As `pergrad.check`, for a loss that takes NNX modules. It leaves them as they are."""
@@ -144,6 +149,7 @@ def check(
         "shared_argnums": shared_argnums,
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
+        "param_specs": param_specs,
         "strategy": strategy,
     }
 

@@ -25,18 +25,20 @@ from pergrad._call.request import Request, takes_direction
 from pergrad._call.results import Results
 from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
-from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
+from pergrad._ir import Devices, Shard, Weights, accumulation_dtype, weighted_sum
 from pergrad._plan import Plan, Schedule, describe, make_schedule
-from pergrad._run import part_of_all, run, run_last
+from pergrad._run import Shards, part_of_all, run, run_last
 from pergrad._statistics import Phase, Quantity
-from pergrad._trace import Program, trace
+from pergrad._trace import Program, trace, with_gathers
 
 
 class Call:
     """One call, with its arguments checked and flattened.
 
     If several `devices` share a batch, each of them has a call of its own. Its batch has the examples of
-    that device, and all devices have equally many. Everything else is the same for all devices.
+    that device, and all devices have equally many. A parameter may be divided among the devices, too:
+    `shards` says how, and the call has this device's shard of it. Everything else is the same for all
+    devices.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         devices: Devices | None = None,
+        shards: Sequence[Shard] | None = None,
     ) -> None:
         self.request, self.args, self.kwargs = request, args, kwargs
         self.devices = devices or Devices()
         self.roles = roles_of(request, args, kwargs)
         self.params, self.params_tree, self.paths = self._flatten_params()
+        self.shards = shards or [Shard()] * len(self.params)
         self.batch, self.batch_tree = self._flatten_batch()
         self.keys, self.keys_tree = self._flatten_keys()
         self.size: int = self.batch[0].shape[0]
@@ -142,12 +146,15 @@ class Call:
         """Runs the four stages, and returns the value and the results of all statistics.
 
         The arguments are those that `checked` returned. On one of several devices, the result of an
-        accumulator is this device's part, and the parts of all devices add up to the result.
+        accumulator is this device's part, and the parts of all devices add up to the result. If it is
+        laid out like a parameter that is divided among the devices, it is this device's shard of the
+        result.
         """
         cut, schedule = self._schedule()
         shares = self._shares(weights)
-        outcome = run(cut, schedule, self.params, self._examples(), shares, directions)
-        outcome = part_of_all(outcome, self.devices)
+        shards = Shards.of(self.shards, cut)
+        outcome = run(cut, schedule, self.params, self._examples(), shares, directions, shards)
+        outcome = part_of_all(outcome, self.devices, shards)
         last, pairs = run_last(cut, schedule, self.params, outcome, self.devices)
 
         dtype = outcome.losses.dtype
@@ -164,7 +171,8 @@ class Call:
             grads=cut.program.grads,
             paths=self.paths,
             like_params=self.like_params,
-            on_several_devices=bool(self.devices.axes),
+            devices=self.devices,
+            shards=shards,
         )
         return value, jax.tree.map(lambda statistic: statistic.result(results), self.request.stats)
 
@@ -177,7 +185,11 @@ class Call:
         """Runs stages 1 to 3: trace, cut and plan."""
         example = [_one_of(x) for x in self.batch]
         request = self.request
-        program = trace(self._one_example, self.params, [*example, *self.keys], request.has_aux)
+        params = [
+            jax.ShapeDtypeStruct(shard.whole_shape(x.shape), x.dtype) if shard.divisions else x
+            for x, shard in zip(self.params, self.shards, strict=True)
+        ]
+        program = trace(self._one_example, params, [*example, *self.keys], request.has_aux)
         in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
         split = any(
             s.unit == "token" or s.quantity is Quantity.FACTORS for own in self.wanted for s in own
@@ -185,7 +197,7 @@ class Call:
 
         def scheduled(microbatch_size: int | str | None) -> tuple[Cut, Schedule]:
             wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, self.size))
-            cut = make_cut(hoist(program, wanted), wanted)
+            cut = make_cut(with_gathers(hoist(program, wanted), self.shards), wanted)
             return cut, make_schedule(
                 cut, self.paths, self.wanted, self.size, microbatch_size, request.forced
             )

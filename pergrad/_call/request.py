@@ -41,6 +41,7 @@ class Request:
     shared_argnums: ArgNums = ()
     microbatch_size: MicrobatchSize = None
     spmd_axis_name: str | Sequence[str] | None = None
+    param_specs: Any = None
     strategy: StrategyName = "auto"
 
     def __post_init__(self) -> None:
@@ -69,6 +70,11 @@ class Request:
                 )
             if len(set(self.axes)) < len(self.axes):
                 raise ArgumentError(f"spmd_axis_name={self.spmd_axis_name!r} names an axis twice.")
+        elif self.param_specs is not None:
+            raise ArgumentError(
+                "param_specs says how parameters are sharded over the axes of the batch, which "
+                "spmd_axis_name must name: spmd_axis_name='data'."
+            )
         _as_forced(self.strategy)
 
     @property

@@ -81,7 +81,7 @@ def choose_microbatch_size(
     eqns = equations_of(cut)
     a = activations(cut, 2) - activations(cut, 1)
     states = sum(map(_bytes_of_states, wanted, cut.program.grads))
-    moved = 2 * states + sum(counts.nbytes(v) for v in cut.program.params)
+    moved = 2 * states + sum(counts.nbytes(v) for v in cut.program.grads)
     each = moved / device.memory_rate + device.loop_round
     each += counts.equations(eqns) * device.equation
     for nbytes, times in parameters_read_in_loops(eqns, cut.varies):

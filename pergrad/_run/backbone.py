@@ -24,6 +24,7 @@ from pergrad._cut import Cut, CutLoop, Examples, Part
 from pergrad._ir import Env, evaluate, read, with_example_axis
 from pergrad._plan import Schedule, TailPlan, equations_of
 from pergrad._run.reduce import Directions, Reduction
+from pergrad._run.shards import Shards
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, LeafStatistic, Phase, Reading
 
@@ -34,19 +35,26 @@ Reducer = Callable[[Any, list[Any], list[Any], States, dict[int, Any]], States]
 
 @dataclasses.dataclass(frozen=True)
 class InLoops:
-    """What the tails in loops need: the reducer of each, by the tail's number, and the weight `w`."""
+    """What the tails in loops need.
+
+    These are the reducer of each, by the tail's number, the weight `w`, and how devices divide the
+    gradients.
+    """
 
     reducers: Mapping[int, Reducer]
     w: jax.Array
+    shards: Shards
 
 
-def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> dict[int, Reducer]:
+def reducers_in_loops(
+    schedule: Schedule, size: int, shared: float | None, shards: Shards
+) -> dict[int, Reducer]:
     """The reducers of all tails in loops, for `size` examples at once.
 
     `shared` is the weight of every example, or None if each example has its own.
     """
     make = _reducer_of_one if size == 1 else _reducer
-    return {t.tail.number: make(schedule, t, shared) for t in schedule.tails if t.tail.levels}
+    return {t.tail.number: make(schedule, t, shared, shards) for t in schedule.tails if t.tail.levels}
 
 
 def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: Directions) -> States:
@@ -100,7 +108,7 @@ def _run_loop(
         results = run_backbone(part, inner, loops, states, directions)
         for tail in part.tails:
             factors, constants = ([inner[v] for v in vs] for vs in (tail.factors, tail.constants))
-            towards = {param: v for param, v in directions.items() if param in tail.params}
+            towards = loops.shards.gathered(directions, tail.params)
             reduce = loops.reducers[tail.number]
             results |= reduce(loops.w, factors, constants, states.of(tail.params), towards)
         outs = [read(inner, loop.body.jaxpr.outvars[k]) for k in outputs]
@@ -130,7 +138,7 @@ def _with_round(x: jax.Array, number: jax.Array, new: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x, new, number, 0) if x.shape[0] > 0 else x
 
 
-def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
+def _reducer(schedule: Schedule, t: TailPlan, shared: float | None, shards: Shards) -> Reducer:
     """A tail in a loop, as a call whose batching rule reduces over the examples."""
 
     @custom_vmap
@@ -140,7 +148,8 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
         # This body never runs, because the weight always has the example axis. JAX traces it to learn
         # the shapes of the results.
         grads = {param: aval(g) for param, g in zip(t.tail.params, t.tail.grads, strict=True)}
-        return States({(p, s): _like_result(s, grads[p], directions.get(p)) for p, s in _keys(t)})
+        likes = {(p, s): shards.like(p, s, grads[p]) for p, s in _keys(t)}
+        return States({(p, s): _like_result(s, x, directions.get(p)) for (p, s), x in likes.items()})
 
     @reduce.def_vmap
     def rule(
@@ -154,7 +163,7 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
     ) -> tuple[States, Any]:
         factors = [with_example_axis(x, b, size) for x, b in zip(factors, batched[1], strict=True)]
         examples = Examples(size, w if shared is None else shared, factors, constants)
-        results = _reduced(schedule, t, examples, states, directions)
+        results = _reduced(schedule, t, examples, states, directions, shards)
         has_axis = {
             key: jax.tree.map(lambda _, s=key[1]: not s.accumulates, x) for key, x in results.items()
         }
@@ -163,7 +172,7 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
     return reduce
 
 
-def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
+def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None, shards: Shards) -> Reducer:
     """A tail in a loop, as a call that reduces over one example, whose arrays have no example axis."""
 
     def reduce(
@@ -171,7 +180,7 @@ def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Re
     ) -> States:
         in_front = [jnp.expand_dims(x, 0) for x in factors]
         examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
-        results = _reduced(schedule, t, examples, states, directions)
+        results = _reduced(schedule, t, examples, states, directions, shards)
         return results.accumulators | {key: x[0] for key, x in results.per_example.items()}
 
     return reduce
@@ -183,8 +192,9 @@ def _reduced(
     examples: Examples,
     states: States,
     directions: dict[int, Any],
+    shards: Shards,
 ) -> States:
-    reduction = Reduction(t, examples, directions, schedule.paths)
+    reduction = Reduction(t, examples, directions, schedule.paths, shards=shards)
     results = reduction.run(t.of(Phase.FIRST), states)
     return States({key: results[key] for key in _keys(t)})
 

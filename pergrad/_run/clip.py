@@ -39,8 +39,8 @@ def clipped_means(reductions: Sequence[Reduction], w: jax.Array, read: States, s
             for norm_over, params in by_norm.items():
                 own = dataclasses.replace(units, weights=weights(statistic, norm_over))
                 keys: list[Key] = [(param, statistic) for param in params]
-                starts = {key: states.get(key) for key in keys}
-                results |= reduction.feed(choice, starts, own)
+                starts = {key: reduction.shards.start(key, states) for key in keys}
+                results |= reduction.shards.ended(reduction.feed(choice, starts, own), states)
     return results
 
 

@@ -25,6 +25,7 @@ from pergrad._plan import Schedule
 from pergrad._run.backbone import InLoops, reducers_in_loops, run_program
 from pergrad._run.clip import clipped_means
 from pergrad._run.reduce import Directions, Reduction, empty_states
+from pergrad._run.shards import Shards
 from pergrad._run.states import States
 from pergrad._statistics import Accumulator, Phase
 
@@ -52,15 +53,17 @@ def run(
     params: Sequence[Any],
     examples: Sequence[Any],
     w: Weights,
-    directions: Sequence[Any] | None = None,
+    directions: Sequence[Any] | None,
+    shards: Shards,
 ) -> Outcome:
     """Runs the first two phases of the schedule for the examples, whose leaves are [B, ...].
 
     `w` is each example's share of the batch: [B], or one number for all. `directions` has the direction
-    of each parameter for inner products, or is None if no statistic takes one.
+    of each parameter for inner products, or is None if no statistic takes one. `shards` says how devices
+    divide the parameters, and the directions with them.
     """
-    microbatch = _Microbatch(cut, schedule, params, _inward(schedule, directions))
-    states = _starting_states(schedule)
+    microbatch = _Microbatch(cut, schedule, params, _inward(schedule, directions, shards), shards)
+    states = _starting_states(schedule, shards)
     rounds = schedule.microbatches
     if rounds == 1:
         return microbatch.run(examples, w, states)
@@ -89,7 +92,7 @@ def run(
     return Outcome(losses, aux, states | values, factors)
 
 
-def _starting_states(schedule: Schedule) -> States:
+def _starting_states(schedule: Schedule, shards: Shards) -> States:
     """Empty states for all accumulators if a loop over microbatches carries them.
 
     Without such a loop, accumulators start without a state, so that JAX need not trace an addition of 0.
@@ -98,11 +101,11 @@ def _starting_states(schedule: Schedule) -> States:
     if schedule.microbatches > 1:
         for t in schedule.tails:
             running = t.statistics(Phase.FIRST, Phase.CLIPPED)
-            states |= empty_states(t, [s for s in running if isinstance(s, Accumulator)])
+            states |= empty_states(t, [s for s in running if isinstance(s, Accumulator)], shards)
     return states
 
 
-def _inward(schedule: Schedule, directions: Sequence[Any] | None) -> dict[int, Any]:
+def _inward(schedule: Schedule, directions: Sequence[Any] | None, shards: Shards) -> dict[int, Any]:
     """The direction of each parameter, laid out like the gradient inside the loops of its tail."""
     found: dict[int, Any] = {}
     if directions is None:
@@ -110,8 +113,7 @@ def _inward(schedule: Schedule, directions: Sequence[Any] | None) -> dict[int, A
     for t in schedule.tails:
         if any(statistic.takes_direction for statistic in t.statistics(Phase.FIRST)):
             for param in t.tail.params:
-                direction = directions[param]
-                found[param] = t.tail.inward(param, direction) if t.tail.levels else direction
+                found[param] = shards.inward(t.tail, param, directions[param])
     return found
 
 
@@ -122,6 +124,7 @@ class _Microbatch(NamedTuple):
     schedule: Schedule
     params: Sequence[Any]
     directions: Directions
+    shards: Shards
 
     def run(self, examples: Sequence[Any], w: Weights, states: States) -> Outcome:
         """The outcome for these examples. Accumulators continue from `states`."""
@@ -135,9 +138,10 @@ class _Microbatch(NamedTuple):
             Reduction(
                 schedule.tails[tail.number],
                 Examples(size, w, factors, constants),
-                self.directions,
+                self.shards.gathered(self.directions, tail.params),
                 schedule.paths,
                 weighed,
+                self.shards,
             )
             for tail, (factors, constants) in zip(cut.tails, inputs, strict=True)
         ]
@@ -163,11 +167,12 @@ class _Microbatch(NamedTuple):
         """Losses, leaves of aux, results of tails in loops, and factors and constants of other tails."""
         cut, program, size = self.cut, self.cut.program, examples[0].shape[0]
         shared = None if isinstance(w, jax.Array) else w
-        reducers = reducers_in_loops(self.schedule, size, shared)
+        reducers = reducers_in_loops(self.schedule, size, shared, self.shards)
 
         def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
             env = program.starting_env(self.params, example, start)
-            results = run_program(cut, env, InLoops(reducers, w), states, self.directions)
+            loops = InLoops(reducers, w, self.shards)
+            results = run_program(cut, env, loops, states, self.directions)
             factors = [[env[v] for v in tail.factors] for tail in cut.tails]
             constants = [[env[v] for v in tail.constants] for tail in cut.tails]
             aux = [read(env, v) for v in program.aux]

@@ -59,6 +59,7 @@ SHORTENED = {
         "test_with_and_without_a_step",
     },
     "library/test_devices.py": {"test_every_statistic"},
+    "library/test_sharded_parameters.py": {"test_case", "test_every_statistic"},
     "library/test_frameworks.py": {"test_model_meets_the_oracle"},
     "library/test_integrations.py": {
         "test_statistics",

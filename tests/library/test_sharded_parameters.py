@@ -1,0 +1,311 @@
+"""Parameters that are sharded over the axis of the batch (FSDP), on eight devices.
+
+Everything is compared with what the same call gives on one device, which other tests compare with the
+oracle. A process that has fewer devices starts one with eight (`support/devices.py`).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pergrad as pg
+from tests.library.test_devices import (
+    DIRECTION,
+    FEW,
+    LAYOUTS,
+    STATS,
+    WEIGHTS,
+    batch,
+    collectives,
+    is_sharded_like,
+    laid_out,
+    loss,
+    mesh_of,
+    optimized,
+    params,
+    spread,
+)
+from tests.support.cases import BATCH
+from tests.support.claims import close, refused
+from tests.support.every_case import CASES
+from tests.support.small_model import normal
+from tests.support.truth import options
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def specs_of(layout):
+    return {name: LAYOUTS[layout].get(name, P()) for name in params()}
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "weights", "microbatch_size"),
+    [
+        ("fsdp", "jit", WEIGHTS, None),
+        ("both", "jit", None, 2),
+        ("both", "eager", WEIGHTS, 1),
+        ("fsdp", "explicit", None, None),
+        ("both", "explicit", WEIGHTS, 3),
+    ],
+)
+def test_every_statistic(layout, how, weights, microbatch_size):
+    more = {"direction": DIRECTION, "example_weights": weights}
+    expected = jax.jit(pg.value_and_stats(loss, STATS))(params(), batch(), **more)
+    mesh = mesh_of(EXPLICIT if how == "explicit" else AUTO, data=4, model=2)
+    specs = specs_of(layout) if how == "jit" else None
+    options = {"spmd_axis_name": "data", "param_specs": specs, "microbatch_size": microbatch_size}
+    stats_fn = pg.value_and_stats(loss, STATS, **options)
+    stats_fn = stats_fn if how == "eager" else jax.jit(stats_fn)
+    with jax.set_mesh(mesh):
+        value, stats = stats_fn(laid_out(mesh, layout), spread(mesh, batch()), **more)
+    close((value, stats), expected)
+    for name, x in stats["variance"].items():
+        assert is_sharded_like(mesh, x, LAYOUTS[layout].get(name, P()))
+
+
+def divided(tree, number, *, last):
+    """Specs that divide the first dimension of each array that `number` divides, or the last one."""
+
+    def spec(x):
+        dims = [d for d, length in enumerate(x.shape) if length and length % number == 0]
+        return P(*[None] * dims[-last], "data") if dims else P()
+
+    return jax.tree.map(spec, tree)
+
+
+def is_divided(spec):
+    return spec != P()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case, last):
+    args = list(case.make_args(jnp.float64))
+    numbers = as_tuple(case.argnums)
+    trees = [args[n] for n in numbers]
+    found = {n: divided(trees, n, last=last) for n in (2, 3, 4, 5, 7)}
+    number = max(found, key=lambda n: sum(map(is_divided, jax.tree.leaves(found[n], is_leaf=is_spec))))
+    missing = -BATCH % number
+    for n in as_tuple(case.batch_argnums):
+        args[n] = jax.tree.map(lambda x: jnp.concatenate([x, x[:missing]]), args[n])
+    weights = np.r_[1.0, 2.0, 1.0, 0.5, 1.0, np.zeros(missing)]
+    stats = FEW | {"token": pg.Mean(jnp.square, per="token"), "leaf": pg.Norm(by="leaf")}
+    specs = found[number] if isinstance(case.argnums, tuple) else found[number][0]
+    expected = jax.jit(pg.value_and_stats(case.loss, stats, **options(case)))(
+        *args, example_weights=weights
+    )
+    with jax.set_mesh(mesh_of(data=number)):
+        more = {"spmd_axis_name": "data", "param_specs": specs, **options(case)}
+        stats_fn = jax.jit(pg.value_and_stats(case.loss, stats, **more))
+        close(stats_fn(*args, example_weights=weights), expected)
+
+
+def as_tuple(numbers):
+    return numbers if isinstance(numbers, tuple) else (numbers,)
+
+
+def is_spec(x):
+    return isinstance(x, P)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P("data"), P("pod"), P(("pod", "data")), P(("data", "pod")), P("pod", "data"), P("data", "pod")],
+    ids=str,
+)
+def test_two_axes(spec):
+    """Along an axis that no spec of a parameter names, all devices have the same shard."""
+    specs = {"table": spec, "w": spec, "b": P(spec[0]), "v": P(), "s": P()}
+    expected = jax.jit(pg.value_and_stats(loss, FEW))(params(), batch())
+    mesh = mesh_of(pod=2, data=4)
+    p = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in params().items()}
+    options = {"spmd_axis_name": ("pod", "data"), "param_specs": specs}
+    with jax.set_mesh(mesh):
+        value, stats = jax.jit(pg.value_and_stats(loss, FEW, **options))(p, batch())
+    close((value, stats), expected)
+    for name, own in specs.items():
+        assert is_sharded_like(mesh, stats["variance"][name], own)
+
+
+# Layers that a loop runs.
+
+LAYERS, WIDTH, POSITIONS = 6, 16, 3
+
+
+def layers():
+    shapes = {"w": (WIDTH, 2 * WIDTH), "v": (2 * WIDTH, WIDTH), "b": (2 * WIDTH,)}
+    stacks = {k: normal(i, LAYERS, *s) / 4 for i, (k, s) in enumerate(shapes.items())}
+    return {"blocks": stacks, "head": normal(9, WIDTH, 8) / 4}
+
+
+def block(p, x):
+    h = jnp.tanh(x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)[None, None])
+    return x + h @ p["v"].astype(x.dtype)
+
+
+def make_loss(how, compute=None):
+    one = jax.checkpoint(block) if "remat" in how else block
+
+    def of_layers(p, batch):
+        x, y = batch
+        x = x if compute is None else x.astype(compute)
+        if "scan" in how:
+            x, _ = lax.scan(lambda x, q: (one(q, x), None), x, p["blocks"])
+        else:
+            for i in range(LAYERS):
+                x = one(jax.tree.map(lambda w, i=i: w[i], p["blocks"]), x)
+        return jnp.mean(jnp.square((x @ p["head"].astype(x.dtype)).astype(y.dtype) - y))
+
+    return of_layers
+
+
+def layers_batch(size=16):
+    return normal(20, size, POSITIONS, WIDTH), normal(21, size, POSITIONS, 8)
+
+
+LAYER_SPECS = {
+    "blocks": {"w": P(None, "data"), "v": P(None, "data"), "b": P(None, "data")},
+    "head": P("data"),
+}
+HOW = ["scan", "scan remat", "unrolled", "unrolled remat"]
+
+
+def compiled_layers(how, stats, compute=None, **more):
+    mesh = mesh_of(data=8)
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), LAYER_SPECS, is_leaf=is_spec)
+    args = jax.device_put(layers(), shardings), spread(mesh, layers_batch())
+    if compute is not None:
+        args = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+    options = {"spmd_axis_name": "data", "param_specs": LAYER_SPECS, **more}
+    with jax.set_mesh(mesh):
+        stats_fn = jax.jit(pg.value_and_stats(make_loss(how, compute), stats, **options))
+        with optimized():
+            return stats_fn.lower(*args).compile(), args
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+@pytest.mark.parametrize("how", HOW)
+def test_layers(how, microbatch_size):
+    stats = FEW | {"dot": pg.Dot()} if microbatch_size else FEW
+    more = {"direction": jax.tree.map(jnp.cos, layers())} if microbatch_size else {}
+    make = functools.partial(pg.value_and_stats, make_loss(how), stats)
+    expected = jax.jit(make())(layers(), layers_batch(), **more)
+    options = {"spmd_axis_name": "data", "param_specs": LAYER_SPECS, "microbatch_size": microbatch_size}
+    with jax.set_mesh(mesh_of(data=8)):
+        close(jax.jit(make(**options))(layers(), layers_batch(), **more), expected)
+
+
+MOMENTS = {"mean": pg.Mean(), "square": pg.Mean(jnp.square)}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_one_layer_is_gathered_at_a_time(how):
+    program, _ = compiled_layers(how, MOMENTS)
+    found = collectives(program)
+    largest = math.prod(layers()["blocks"]["w"].shape[1:])
+    # XLA may join the gathers of one layer's parameters. It never gathers a stack of layers.
+    assert found["all-gather"] and max(found["all-gather"]) <= largest
+    # Every statistic leaves as shards, from inside of the loop if there is one.
+    scattered = [*found["reduce-scatter"], *found["all-reduce"]]
+    assert max(scattered) <= largest
+    for name, sharding in program.output_shardings[1]["square"]["blocks"].items():
+        assert sharding.spec == P(None, "data"), name
+
+
+def test_casts_come_before_gathers():
+    program, _ = compiled_layers("scan remat", MOMENTS, compute=jnp.bfloat16)
+    gathers = [line for line in program.as_text().splitlines() if " all-gather(" in line]
+    assert gathers and all("bf16[" in line.split(" all-gather(")[0] for line in gathers)
+
+
+def test_memory_falls_with_the_number_of_devices():
+    """A device never has the whole of a stack of layers, nor of its statistics."""
+    whole = sum(x.nbytes for x in jax.tree.leaves(layers()["blocks"]))
+    program, _ = compiled_layers("scan remat", MOMENTS)
+    assert program.memory_analysis().temp_size_in_bytes < whole
+
+
+# Around it.
+
+
+def test_derivative_and_ensemble():
+    def size(p, b, **options):
+        stats = pg.grad_stats(loss, [pg.Mean(jnp.square), pg.Variance(), pg.Norm()], **options)(p, b)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(stats))
+
+    members = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params())
+    expected = jax.jit(jax.vmap(jax.grad(size), (0, None)))(members, batch())
+    options = {"spmd_axis_name": "data", "param_specs": specs_of("fsdp")}
+    with jax.set_mesh(mesh_of(data=8)):
+        of_all = jax.vmap(jax.grad(lambda p, b: size(p, b, **options)), (0, None))
+        close(jax.jit(of_all)(members, batch()), expected)
+
+
+def test_variance_is_accurate_when_the_mean_is_large():
+    x = (1e4 + np.random.default_rng(0).normal(size=(64, 16))).astype(np.float32)
+    options = {"spmd_axis_name": "data", "param_specs": P("data"), "microbatch_size": 2}
+    stats_fn = pg.grad_stats(lambda w, x: jnp.mean(x @ w), pg.Variance(), **options)
+    with jax.set_mesh(mesh_of(data=8)):
+        result = jax.jit(stats_fn)(jnp.ones(16, jnp.float32), x)
+    np.testing.assert_allclose(result, np.var(x.astype(np.float64), axis=0, ddof=1), rtol=1e-3)
+
+
+def test_half_precision():
+    cast = functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
+    p, b = cast(layers()), cast(layers_batch())
+    make = functools.partial(pg.value_and_stats, make_loss("scan"), FEW)
+    expected = jax.jit(make())(p, b)
+    with jax.set_mesh(mesh_of(data=8)):
+        out = jax.jit(make(spmd_axis_name="data", param_specs=LAYER_SPECS))(p, b)
+    assert jax.tree.map(lambda x: x.dtype, out) == jax.tree.map(lambda x: x.dtype, expected)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), (out[1], expected[1]))
+    close(*wide, rtol=2e-2, atol=2e-2)
+
+
+def test_modules():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def of_model(model, x):
+        return jnp.mean(model.second(jnp.tanh(model.first(x))) ** 2)
+
+    model, x = Two(nnx.Rngs(0)), normal(1, 16, 8).astype(jnp.float32)
+    expected = pg.nnx.value_and_stats(of_model, FEW)(model, x)
+    specs = jax.tree.map(lambda _: P("data"), nnx.state(model, nnx.Param))
+    with jax.set_mesh(mesh_of(data=8)):
+        options = {"spmd_axis_name": "data", "param_specs": specs}
+        out = nnx.jit(pg.nnx.value_and_stats(of_model, FEW, **options))(model, x)
+    close(out, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ({"table": P("data")}, ["param_specs", "tree like the parameters"]),
+        (P("rows"), ["['b']", "no axis 'rows'", "'data'"]),
+        (P(None, None, "data"), ["['b']", "shape (16,)"]),
+        ({**dict.fromkeys(params(), P()), "v": P(None, "data")}, ["['v']", "4 entries", "8 devices"]),
+        ("data", ["['b']", "'data'", "PartitionSpec"]),
+    ],
+    ids=str,
+)
+def test_refused(specs, words):
+    with jax.set_mesh(mesh_of(data=8)), refused(pg.ArgumentError, *words):
+        pg.grad_stats(loss, pg.Mean(), spmd_axis_name="data", param_specs=specs)(params(), batch())
+
+
+def test_specs_need_the_axis_of_the_batch():
+    with refused(pg.ArgumentError, "param_specs", "spmd_axis_name"):
+        pg.grad_stats(loss, pg.Mean(), param_specs=P("data"))
