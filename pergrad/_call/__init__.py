@@ -2,8 +2,8 @@
 
 In reading order: `api` (the public functions), `request` (checks their options), `wrap` (gives the
 functions that users get back a name and a signature), `arguments` (the role of each argument), `call`
-(runs the four stages for one call), `results` (makes the results), `mesh` and `spmd` (one call on
-several devices), `check` (tests whether a loss is a mean over examples).
+(runs the four stages for one call), `results` (makes the results), `mesh`, `named_axes` and `spmd` (one
+call on several devices), `check` (tests whether a loss is a mean over examples).
 """
 
 from pergrad._call.api import explain as explain

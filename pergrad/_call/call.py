@@ -21,6 +21,7 @@ from pergrad._call.arguments import (
     refuse_key_in_batch,
     roles_of,
 )
+from pergrad._call.named_axes import constraints_explained, refuse_collectives
 from pergrad._call.request import Request, takes_direction
 from pergrad._call.results import Results
 from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
@@ -190,6 +191,7 @@ class Call:
             for x, shard in zip(self.params, self.shards, strict=True)
         ]
         program = trace(self._one_example, params, [*example, *self.keys], request.has_aux)
+        refuse_collectives(program.jaxpr, self.devices)
         in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
         split = any(
             s.unit == "token" or s.quantity is Quantity.FACTORS for own in self.wanted for s in own
@@ -303,7 +305,8 @@ class Call:
         batch, keys = example[: len(self.batch)], example[len(self.batch) :]
         if self.request.keep_batch_dim:
             batch = [x[None] for x in batch]
-        out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
+        with constraints_explained(self.devices):
+            out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
         if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {kind(out)}.")
         value = out[0] if self.request.has_aux else out

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pergrad._call.call import Call
 from pergrad._errors import ArgumentError
-from pergrad._ir import Devices, Division, Shard
+from pergrad._ir import Devices, Division, Shard, names_in
 
 
 def find_mesh(axes: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh:
@@ -138,11 +138,6 @@ def spec_of_shard(shard: Shard, ndim: int) -> P:
     """The spec of an array of `ndim` dimensions along the axes of the batch."""
     own = {division.dim: division.axes for division in shard.divisions}
     return P(*(own.get(dim) for dim in range(ndim)))
-
-
-def names_in(entry: Any) -> tuple[str, ...]:
-    """The names of mesh axes in an entry of a spec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _mesh_of(x: Any) -> AbstractMesh | None:

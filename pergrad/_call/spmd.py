@@ -31,8 +31,9 @@ from jax.sharding import PartitionSpec as P
 from pergrad import _compat
 from pergrad._call.arguments import roles_of
 from pergrad._call.call import Call
-from pergrad._call.mesh import devices_of, explicit_axes, find_mesh, names_in, shards_of, spec_of_shard
+from pergrad._call.mesh import devices_of, explicit_axes, find_mesh, shards_of, spec_of_shard
 from pergrad._call.request import Request
+from pergrad._ir import without_axes
 from pergrad._plan import Plan
 from pergrad._statistics import Accumulator, Layout, Statistic
 
@@ -231,7 +232,7 @@ class _Spread:
             if isinstance(statistic, Accumulator):
                 return self._each(statistic, like)
             if statistic.layout is Layout.PER_EXAMPLE_LIKE_PARAMETERS:
-                own = [P(self.axes, *_without(spec, self.axes)) for spec in specs]
+                own = [P(self.axes, *without_axes(spec, self.axes)) for spec in specs]
                 return call.like_params([self._explicit(spec) for spec in own])
             return everywhere if statistic.layout is Layout.NUMBER else per_example
 
@@ -244,7 +245,7 @@ class _Spread:
     def _explicit(self, spec: P) -> NamedSharding:
         """The sharding of this spec along the explicit axes alone."""
         others = [n for n in self.mesh.axis_names if n not in self.explicit]
-        return NamedSharding(self.mesh, P(*_without(spec, others)))
+        return NamedSharding(self.mesh, P(*without_axes(spec, others)))
 
 
 def _sharded_like(param: jax.Array, x: jax.Array) -> jax.Array:
@@ -262,9 +263,3 @@ def _shapes(statistic: Accumulator, param: Any) -> Any:
     """The shapes and dtypes of the statistic's result for a parameter."""
     like, count = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (param, jnp.zeros(())))
     return jax.eval_shape(lambda n: statistic.finish(statistic.init(like), n, like), count)
-
-
-def _without(spec: Any, axes: Sequence[str]) -> list[Any]:
-    """The entries of a spec, without these axes."""
-    kept = [[n for n in names_in(entry) if n not in axes] for entry in spec]
-    return [tuple(names) or None for names in kept]

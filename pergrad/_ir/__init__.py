@@ -50,3 +50,5 @@ from pergrad._ir.primitives import Is as Is
 from pergrad._ir.primitives import those_that_are as those_that_are
 from pergrad._ir.shards import Division as Division
 from pergrad._ir.shards import Shard as Shard
+from pergrad._ir.shards import names_in as names_in
+from pergrad._ir.shards import without_axes as without_axes

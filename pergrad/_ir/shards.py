@@ -12,13 +12,28 @@ need all of it where it is used, and each keeps its own shard of a sum over devi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 from pergrad._ir.devices import Devices
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    """The names of mesh axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
+
+
+def without_axes(spec: Any, axes: Collection[str]) -> list[Any]:
+    """The entries of a `PartitionSpec`, without these mesh axes."""
+
+    def kept(entry: Any) -> Any:
+        names = names_in(entry)
+        return (tuple(name for name in names if name not in axes) or None) if names else entry
+
+    return [kept(entry) for entry in spec]
 
 
 class Division(NamedTuple):

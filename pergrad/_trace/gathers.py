@@ -32,7 +32,7 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
-from pergrad._compat import ClosedJaxpr, JaxprEqn, Primitive, Var, aval
+from pergrad._compat import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, aval
 from pergrad._ir import LOOPS, Loop, Shard, dependents, read, starting_env
 from pergrad._trace.trace import Program
 
@@ -139,10 +139,13 @@ def _reshape(eqn: JaxprEqn, ins: Sequence[Any], whole: Whole) -> list[Any] | Non
 
 
 def _slice(eqn: JaxprEqn, ins: Sequence[Any], whole: Whole) -> list[Any] | None:
-    """A slice that takes all entries along the divided dimensions."""
-    x = ins[0]
-    if not isinstance(x, _Waiting):
+    """A slice that takes all entries along the divided dimensions, at the same place on all devices.
+
+    A place that is computed may depend on the example, and then devices have slices of different places.
+    """
+    if not all(isinstance(v, Literal) for v in eqn.invars[1:]):
         return None
+    x = ins[0]
     old, new = x.shard.whole_shape(x.own.shape), aval(eqn.outvars[0]).shape
     takes_all = all(new[division.dim] == old[division.dim] for division in x.shard.divisions)
     name = "slice_sizes" if "slice_sizes" in eqn.params else "limit_indices"

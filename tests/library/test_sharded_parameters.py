@@ -278,6 +278,87 @@ def test_half_precision():
     close(*wide, rtol=2e-2, atol=2e-2)
 
 
+# A loss that names mesh axes.
+
+
+def constrained(sharding):
+    def of_constrained(p, b):
+        h = jnp.tanh((b["x"] + p["table"][b["i"]]) @ p["w"] + p["b"][None, None])
+        h = lax.with_sharding_constraint(h, sharding)
+        return jnp.mean(jnp.square(p["s"] * h @ p["v"] - b["y"]))
+
+    return of_constrained
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
+def test_constraints_may_name_the_axis_of_the_batch(axes):
+    mesh = mesh_of(**axes)
+    spec = P("data", None, "model" if "model" in axes else None)
+    expected = jax.jit(pg.value_and_stats(loss, FEW))(params(), batch())
+    with jax.set_mesh(mesh):
+        own = constrained(NamedSharding(mesh, spec))
+        out = jax.jit(pg.value_and_stats(own, FEW, spmd_axis_name="data"))(params(), batch())
+    close(out, expected)
+
+
+def test_constraint_by_a_spec_is_explained():
+    words = ["sharding constraint", "(of_constrained)", "'data'", "NamedSharding(mesh, spec)"]
+    with jax.set_mesh(mesh_of(data=4, model=2)), refused(pg.ArgumentError, *words):
+        own = constrained(P("data", None, "model"))
+        pg.grad_stats(own, pg.Mean(), spmd_axis_name="data")(params(), batch())
+
+
+@pytest.mark.parametrize("where", ["outside", "in a loop"])
+def test_collectives_over_the_axis_of_the_batch_are_refused(where):
+    def mixed(p, b):
+        if where == "outside":
+            return lax.pmean(loss(p, b), "data")
+        return lax.fori_loop(0, 2, lambda i, x: lax.pmean(x, "data"), loss(p, b))
+
+    words = ["psum over the mesh axis 'data'", "test_sharded_parameters.py", "mixed", "one example"]
+    with jax.set_mesh(mesh_of(data=8)), refused(pg.ArgumentError, *words[:2], words[3]):
+        pg.grad_stats(mixed, pg.Mean(), spmd_axis_name="data")(params(), batch())
+
+
+# Public examples of `vmap(grad)` that failed on sharded arrays.
+
+
+def test_convolution_of_sharded_inputs():
+    """jax-ml/jax issue 32157: gradients of a kernel for each of the images."""
+    x, kernel = normal(1, 32, 1, 4, 4), normal(2, 1, 1, 3, 3)
+
+    def total(kernel, x):
+        return jnp.sum(lax.conv_general_dilated(x, kernel, (1, 1), "VALID"))
+
+    expected = jax.vmap(jax.grad(total), in_axes=(None, 0))(kernel, x[:, None])
+    mesh = mesh_of(data=8)
+    gradients = pg.grad_stats(total, pg.Individual(), spmd_axis_name="data")
+    with jax.set_mesh(mesh), optimized():
+        program = jax.jit(gradients).lower(kernel, spread(mesh, x)).compile()
+    result = program(kernel, spread(mesh, x))
+    close(result, expected)
+    assert is_sharded_like(mesh, result, P("data"))
+    assert not any(collectives(program).values())
+
+
+def test_gradients_of_a_linear_model():
+    """jax-ml/jax issue 20710: the gradients of a linear model for each of the rows."""
+    x, w = normal(1, 8, 3), normal(2, 3)
+
+    def of_row(w, x):
+        return jnp.sum(x @ w)
+
+    expected = jax.vmap(jax.grad(of_row), in_axes=(None, 0))(w, x[:, None])
+    mesh = mesh_of(data=8)
+    gradients = pg.grad_stats(of_row, pg.Individual(), spmd_axis_name="data")
+    with jax.set_mesh(mesh), optimized():
+        program = jax.jit(gradients).lower(w, spread(mesh, x)).compile()
+    result = program(w, spread(mesh, x))
+    close(result, expected)
+    assert is_sharded_like(mesh, result, P("data"))
+    assert not any(collectives(program).values())
+
+
 def test_modules():
     class Two(nnx.Module):
         def __init__(self, rngs):
