@@ -110,7 +110,8 @@ def test_case(case, last):
     with jax.set_mesh(mesh_of(data=number)):
         more = {"spmd_axis_name": "data", "param_specs": specs, **options(case)}
         stats_fn = jax.jit(pg.value_and_stats(case.loss, stats, **more))
-        close(stats_fn(*args, example_weights=weights), expected)
+        out = stats_fn(*args, example_weights=weights)
+    close(out, expected, rtol=1e-5, atol=1e-7)  # some models compute in float32 in between
 
 
 def as_tuple(numbers):
