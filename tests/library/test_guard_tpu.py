@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pytest
 
 import pergrad as pg
-from pergrad.lab.bench import compilers, target
+from pergrad.lab.bench import compilers, sharded, target
 from pergrad.lab.bench.models import LSTM, MLP, Transformer
 from tests.support import pages
 
@@ -88,3 +88,16 @@ def test_cost(name: str) -> None:
     else:
         print(f"{name}: {found.temp_bytes / floor.temp_bytes:.3f} times the memory of jax.grad")
         assert found.temp_bytes <= limit.bytes * floor.temp_bytes
+
+
+def test_sharded_parameters() -> None:
+    """On four chips one layer is gathered at a time, and nothing with an example axis."""
+    with pages.jax_as_for_users():
+        compilers.use("tpu:v5e")
+        model = sharded.MODELS["3M"]
+        needs = sharded.build(sharded.place(model, "v5e:2x2"), "moments")
+    largest = needs.largest_gathered
+    assert largest is not None
+    assert largest.elements <= max(4 * model.width, model.vocab) * model.width
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments(model)[0]))
+    assert needs.result_bytes <= 1.1 * 2 * whole / 4  # two statistics, in four shards
