@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -74,6 +75,7 @@ __all__ = [
     "has_user_line",
     "is_computed",
     "is_reference",
+    "line_of_error",
     "name_p",
     "newer_jax_explained",
     "optimization_barrier_p",
@@ -167,6 +169,15 @@ def user_line(eqn: JaxprEqn) -> str:
     if frame is None:
         return "an unknown line"
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+def line_of_error(error: BaseException) -> str:
+    """`file.py:12 (function)`: the last line of the user's on the way to where an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if source_info_util.is_user_filename(frame.filename)]
+    if not own:
+        return "an unknown line"
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} ({own[-1].name})"
 
 
 def has_user_line(eqn: JaxprEqn) -> bool:

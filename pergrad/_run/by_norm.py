@@ -51,8 +51,8 @@ def means_by_norm(
             for norm, params in _by_norm(statistic, reduction).items():
                 own = dataclasses.replace(units, weights=weights(statistic, norm, reduction.paths))
                 keys: list[Key] = [(param, statistic) for param in params]
-                starts = {key: states.get(key) for key in keys}
-                results |= reduction.feed(choice, starts, own)
+                starts = {key: reduction.shards.start(key, states) for key in keys}
+                results |= reduction.shards.ended(reduction.feed(choice, starts, own), states)
     return results
 
 

@@ -13,6 +13,7 @@ from pergrad._compat import Var, aval
 from pergrad._cut import Examples, Tail, Units
 from pergrad._ir import weigh
 from pergrad._plan import Choice, TailPlan, keys_of
+from pergrad._run.shards import Shards
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator
 from pergrad._strategies import Job
@@ -27,6 +28,7 @@ class Reduction:
     `directions` has what statistics need beside gradients, as the direction of a call, laid out like the
     gradients of the tail. `paths` are the names of all parameters. `weighed` are the variables that
     carry the weight of an example as a factor, which are none if the backward pass started from 1.
+    `shards` says how devices divide the gradients. `_units` keeps the units that have been made.
     `_units` keeps the units that have been made.
     """
 
@@ -35,6 +37,7 @@ class Reduction:
     directions: States
     paths: Sequence[str]
     weighed: Collection[Var] = ()
+    shards: Shards = dataclasses.field(default_factory=Shards)
     _units: dict[Units, Examples] = dataclasses.field(default_factory=dict)
 
     def run(self, choices: Sequence[Choice], states: States) -> States:
@@ -46,9 +49,11 @@ class Reduction:
         results: dict[Key, Any] = {}
         for choice in choices:
             keys = self.keys(choice)
-            starts = {key: results[key] if key in results else states.get(key) for key in keys}
+            starts = {
+                key: results[key] if key in results else self.shards.start(key, states) for key in keys
+            }
             results |= self.feed(choice, starts, self._seen_by(choice))
-        return States(results)
+        return self.shards.ended(results, states)
 
     def keys(self, choice: Choice) -> list[Key]:
         """The pairs of a parameter and a statistic that a choice computes."""
@@ -128,12 +133,14 @@ def _name_of(tail: Tail, paths: Sequence[str]) -> str:
     return f"tail[{', '.join(names)}{f' and {others} more' if others else ''}]"
 
 
-def empty_states(plan: TailPlan, accumulators: Collection[Accumulator], paths: Sequence[str]) -> States:
+def empty_states(
+    plan: TailPlan, accumulators: Collection[Accumulator], paths: Sequence[str], shards: Shards
+) -> States:
     """The states before the first example. A tail in loops has one state for each of their rounds."""
     tail = plan.tail
 
     def empty(place: int, accumulator: Accumulator) -> Any:
-        state = accumulator.init(aval(tail.grads[place]))
+        state = accumulator.init(shards.like(tail.params[place], accumulator, aval(tail.grads[place])))
         if not tail.levels:
             return state
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)), state)

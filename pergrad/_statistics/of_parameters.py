@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import Devices, Weights, accumulation_dtype, added, total, weigh, weighted_sum
+from pergrad._ir import (
+    Devices,
+    Shard,
+    Weights,
+    accumulation_dtype,
+    added,
+    total,
+    weigh,
+    weighted_sum,
+)
 from pergrad._statistics.base import (
     Accumulator,
     Layout,
@@ -283,6 +292,18 @@ class Variance(Accumulator):
         mean = devices.add(weigh(mean_s, s)) / over
         return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)
 
+    @property
+    def can_be_divided(self) -> bool:
+        return True
+
+    def shard_of_all(self, state: State, shard: Shard) -> State:
+        # As `part_of_all`. Each device has its shard of the mean first, and then gathers all of it.
+        s, mean_s, m2_s = state
+        share = shard.devices.add(s)
+        mean = shard.add(weigh(mean_s, s)) / _positive(share)
+        m2 = shard.add(m2_s + weigh(jnp.square(mean_s - shard.gather(mean)), s))
+        return share, mean, m2
+
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         _, _, m2 = state
         count = count.astype(m2.dtype)
@@ -394,7 +415,7 @@ class Fold(Accumulator):
         return devices.merge(lambda a, b: self._checked("merge", merge(a, b), a), state)
 
     def as_part(self, result: Any, devices: Devices) -> Any:
-        return super().as_part(devices.only_first(result), devices)
+        return devices.only_first(result)
 
     def _checked(self, who: str, new: Any, old: Any) -> Any:
         """The new state. Raises an error unless it has the tree, shapes and dtypes of the old one."""

@@ -30,11 +30,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import primitives
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._errors import ArgumentError
-from pergrad._ir import Env, Loop, distinct, programs, read, starting_env, take_branch
+from pergrad._ir import Env, Loop, distinct, programs, read, starting_env, take_branch, without_axes
 from pergrad._trace.lookups import with_early_lookups
 from pergrad._trace.ragged import with_batching
 from pergrad._trace.unit_axes import as_known, evaluate_squeezed
@@ -231,6 +233,22 @@ def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTabl
         return [with_batching(eqn)(*args)]
 
 
+def _inline_constraint(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """The result of a sharding constraint, without the mesh axes that are manual here.
+
+    Along a manual axis every device has its own examples already.
+    """
+    (x,) = as_known(args, eqn.invars)
+    mesh, sharding = jax.sharding.get_abstract_mesh(), eqn.params["sharding"]
+    if not mesh.manual_axes or not isinstance(sharding, NamedSharding):
+        return _compat.bind(eqn, [x])
+    if set(mesh.manual_axes) == set(mesh.axis_names):
+        return [x]
+    with _compat.at_line_of(eqn):
+        kept = P(*without_axes(sharding.spec, mesh.manual_axes))
+        return [lax.with_sharding_constraint(x, kept)]
+
+
 def _inline_random(*unsafe: str) -> Inline:
     """How to inline an equation that draws numbers from a key, or makes keys of a key.
 
@@ -258,6 +276,7 @@ CALLS: InlineTable = {
     primitives.cond_p: _inline_in_branches,
     primitives.scan_p: _inline_in_loop,
     _compat.remat_p: _inline_remat,
+    _compat.sharding_constraint_p: _inline_constraint,
     primitives.random_bits_p: _inline_random("rbg", "unsafe_rbg"),
     primitives.random_gamma_p: _inline_random("rbg", "unsafe_rbg"),
     primitives.random_split_p: _inline_random("unsafe_rbg"),

@@ -42,6 +42,7 @@ def train(
     run_dir: Path | None = None,
     tensorboard: bool = False,
     mesh: str | None = None,
+    fsdp: bool = False,
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
@@ -56,6 +57,7 @@ def train(
         run_dir: where the run is written; by default in `runs`, named after the options.
         tensorboard: also write event files for TensorBoard into the run's directory, step by step.
         mesh: the devices: `data=4` share the examples, `data=2,model=2` also the parameters.
+        fsdp: the devices that share the examples share the parameters, too.
         coordinator_address: of several processes, HOST:PORT of the first; `auto` on a cluster.
         num_processes: how many there are. All see the same run directory; the first one writes.
         process_id: which of them this is, from 0.
@@ -65,14 +67,14 @@ def train(
 
     peers = devices.join(coordinator_address, num_processes, process_id, coordinator_timeout)
     with devices.together(peers):
-        _train(config, run_dir, tensorboard, mesh)
+        _train(config, run_dir, tensorboard, mesh, fsdp)
 
 
-def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | None) -> None:
+def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | None, fsdp: bool) -> None:
     from pergrad.lab.run import devices, events, records, train
 
     directory = run_dir or records.directory(Path("runs"), config)
-    place = devices.make_place(mesh)
+    place = devices.make_place(mesh, fsdp)
     if not devices.is_first():
         train.train(config, directory, place=place)
         return

@@ -463,32 +463,51 @@ def test_lab_goes_on_with_other_devices(tmp_path):
     )
     with labs.compiled_once(tmp_path / "compiled"):
         train(config, tmp_path / "one")
-        for mesh, first, last in (("data=2,model=2", 0, 3), (None, 2, None)):
+        for mesh, fsdp, first, last in (("data=2,model=2", True, 0, 3), (None, False, 2, None)):
             watch = Watch(last)
             with contextlib.suppress(KeyboardInterrupt):
-                train(config, tmp_path / "many", watch, make_place(mesh))
+                train(config, tmp_path / "many", watch, make_place(mesh, fsdp))
             assert watch.first == first
     rows = [read_metrics(tmp_path / name) for name in ("one", "many")]
     for name in ("loss", "gradient_norm", "tune_loss", "test_loss"):
         close(*([row[name] for row in r if name in row] for r in rows), rtol=1e-5)
 
 
-def test_lab_shares_parameters():
-    place = make_place("data=2,model=2")
+@pytest.mark.parametrize(
+    ("fsdp", "expected"),
+    [
+        (
+            False,
+            {
+                "qkv": P(None, None, "model"),
+                "down": P(None, "model", None),
+                "embed": P(None, "model"),
+            },
+        ),
+        (
+            True,
+            {
+                "qkv": P(None, "data", "model"),
+                "down": P(None, "model", "data"),
+                "embed": P("data", "model"),
+            },
+        ),
+    ],
+)
+def test_lab_shares_parameters(fsdp, expected):
+    place = make_place("data=2,model=2", fsdp)
     shape = Model(layers=2, width=16, heads=2, context=8, scanned=True)
     p = nnx.state(Transformer(shape, 32, nnx.Rngs(0)), nnx.Param)
     placed = place.spread((p, pg.optim.micro_adam(1e-3).init(p)))
     flat = jax.tree_util.tree_leaves_with_path(placed)
     specs = {jax.tree_util.keystr(path): x.sharding.spec for path, x in flat if x.ndim > 1}
-    for layer, spec in {
-        "qkv": P(None, None, "model"),
-        "down": P(None, "model", None),
-        "embed": P(None, "model"),
-    }.items():
+    for layer, spec in expected.items():
         own = [s for path, s in specs.items() if f"'{layer}'" in path]
         assert len(own) == 3 and set(own) == {spec}  # the parameter, and two moments of it
     with refused(LabError, "7 examples", "2 devices", "--batch-size"):
         place.check(7)
+    with refused(LabError, "--fsdp", "--mesh"):
+        make_place(None, fsdp=True)
 
 
 # What is refused.

@@ -209,10 +209,15 @@ def _without_numbers(config: Train) -> Train:
 @functools.lru_cache(maxsize=32)
 def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
     """Everything that runs on the device. `data_digest` tells apart data of the same name."""
-    loss = make_problem(config).loss
+    problem = make_problem(config)
+    loss = problem.loss
     tx = optimizers.make(config)
     monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
-    options: Any = {"microbatch_size": config.microbatch_size, "spmd_axis_name": place.batch_axis}
+    options: Any = {
+        "microbatch_size": config.microbatch_size,
+        "spmd_axis_name": place.batch_axis,
+        "param_specs": place.specs(problem.params),
+    }
     stats_fn = pg.value_and_stats(loss, tx.stats, **options)
     noise_fn = pg.grad_stats(loss, monitor.stats, **options)
 

@@ -1,0 +1,398 @@
+"""Parameters that are sharded over the axis of the batch (FSDP), on eight devices.
+
+Everything is compared with what the same call gives on one device, which other tests compare with the
+oracle. A process that has fewer devices starts one with eight (`support/devices.py`).
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pergrad as pg
+import pergrad.nnx
+from tests.library.test_devices import (
+    DIRECTION,
+    FEW,
+    LAYOUTS,
+    STATS,
+    WEIGHTS,
+    batch,
+    collectives,
+    is_sharded_like,
+    laid_out,
+    loss,
+    mesh_of,
+    optimized,
+    params,
+    spread,
+)
+from tests.support.cases import BATCH
+from tests.support.claims import close, refused
+from tests.support.every_case import CASES
+from tests.support.small_model import normal
+from tests.support.truth import options
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def specs_of(layout):
+    return {name: LAYOUTS[layout].get(name, P()) for name in params()}
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "weights", "microbatch_size"),
+    [
+        ("fsdp", "jit", WEIGHTS, None),
+        ("both", "jit", None, 2),
+        ("both", "eager", WEIGHTS, 1),
+        ("fsdp", "explicit", None, None),
+        ("both", "explicit", WEIGHTS, 3),
+    ],
+)
+def test_every_statistic(layout, how, weights, microbatch_size):
+    more = {"direction": DIRECTION, "example_weights": weights}
+    expected = jax.jit(pg.value_and_stats(loss, STATS))(params(), batch(), **more)
+    mesh = mesh_of(EXPLICIT if how == "explicit" else AUTO, data=4, model=2)
+    specs = specs_of(layout) if how == "jit" else None
+    options = {"spmd_axis_name": "data", "param_specs": specs, "microbatch_size": microbatch_size}
+    stats_fn = pg.value_and_stats(loss, STATS, **options)
+    stats_fn = stats_fn if how == "eager" else jax.jit(stats_fn)
+    with jax.set_mesh(mesh):
+        value, stats = stats_fn(laid_out(mesh, layout), spread(mesh, batch()), **more)
+    close((value, stats), expected)
+    for name, x in stats["variance"].items():
+        assert is_sharded_like(mesh, x, LAYOUTS[layout].get(name, P()))
+
+
+def divided(tree, number, *, last):
+    """Specs that divide the first dimension of each array that `number` divides, or the last one."""
+
+    def spec(x):
+        dims = [d for d, length in enumerate(x.shape) if length and length % number == 0]
+        return P(*[None] * dims[-last], "data") if dims else P()
+
+    return jax.tree.map(spec, tree)
+
+
+def is_divided(spec):
+    return spec != P()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case, last):
+    args = list(case.make_args(jnp.float64))
+    numbers = as_tuple(case.argnums)
+    trees = [args[n] for n in numbers]
+    found = {n: divided(trees, n, last=last) for n in (2, 3, 4, 5, 7)}
+    number = max(found, key=lambda n: sum(map(is_divided, jax.tree.leaves(found[n], is_leaf=is_spec))))
+    missing = -BATCH % number
+    for n in as_tuple(case.batch_argnums):
+        args[n] = jax.tree.map(lambda x: jnp.concatenate([x, x[:missing]]), args[n])
+    weights = np.r_[1.0, 2.0, 1.0, 0.5, 1.0, np.zeros(missing)]
+    stats = FEW | {"token": pg.Mean(jnp.square, per="token"), "leaf": pg.Norm(by="leaf")}
+    specs = found[number] if isinstance(case.argnums, tuple) else found[number][0]
+    expected = jax.jit(pg.value_and_stats(case.loss, stats, **options(case)))(
+        *args, example_weights=weights
+    )
+    with jax.set_mesh(mesh_of(data=number)):
+        more = {"spmd_axis_name": "data", "param_specs": specs, **options(case)}
+        stats_fn = jax.jit(pg.value_and_stats(case.loss, stats, **more))
+        out = stats_fn(*args, example_weights=weights)
+    close(out, expected, rtol=1e-5, atol=1e-7)  # some models compute in float32 in between
+
+
+def as_tuple(numbers):
+    return numbers if isinstance(numbers, tuple) else (numbers,)
+
+
+def is_spec(x):
+    return isinstance(x, P)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P("data"), P("pod"), P(("pod", "data")), P(("data", "pod")), P("pod", "data"), P("data", "pod")],
+    ids=str,
+)
+def test_two_axes(spec):
+    """Along an axis that no spec of a parameter names, all devices have the same shard."""
+    specs = {"table": spec, "w": spec, "b": P(spec[0]), "v": P(), "s": P()}
+    expected = jax.jit(pg.value_and_stats(loss, FEW))(params(), batch())
+    mesh = mesh_of(pod=2, data=4)
+    p = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in params().items()}
+    options = {"spmd_axis_name": ("pod", "data"), "param_specs": specs}
+    with jax.set_mesh(mesh):
+        value, stats = jax.jit(pg.value_and_stats(loss, FEW, **options))(p, batch())
+    close((value, stats), expected)
+    for name, own in specs.items():
+        assert is_sharded_like(mesh, stats["variance"][name], own)
+
+
+# Layers that a loop runs.
+
+LAYERS, WIDTH, POSITIONS = 6, 16, 3
+
+
+def layers():
+    shapes = {"w": (WIDTH, 2 * WIDTH), "v": (2 * WIDTH, WIDTH), "b": (2 * WIDTH,)}
+    stacks = {k: normal(i, LAYERS, *s) / 4 for i, (k, s) in enumerate(shapes.items())}
+    return {"blocks": stacks, "head": normal(9, WIDTH, 8) / 4}
+
+
+def block(p, x):
+    h = jnp.tanh(x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)[None, None])
+    return x + h @ p["v"].astype(x.dtype)
+
+
+def make_loss(how, compute=None):
+    one = jax.checkpoint(block) if "remat" in how else block
+
+    def of_layers(p, batch):
+        x, y = batch
+        x = x if compute is None else x.astype(compute)
+        if "scan" in how:
+            x, _ = lax.scan(lambda x, q: (one(q, x), None), x, p["blocks"])
+        else:
+            for i in range(LAYERS):
+                x = one(jax.tree.map(lambda w, i=i: w[i], p["blocks"]), x)
+        return jnp.mean(jnp.square((x @ p["head"].astype(x.dtype)).astype(y.dtype) - y))
+
+    return of_layers
+
+
+def layers_batch(size=16):
+    return normal(20, size, POSITIONS, WIDTH), normal(21, size, POSITIONS, 8)
+
+
+LAYER_SPECS = {
+    "blocks": {"w": P(None, "data"), "v": P(None, "data"), "b": P(None, "data")},
+    "head": P("data"),
+}
+HOW = ["scan", "scan remat", "unrolled", "unrolled remat"]
+
+
+def lowered_layers(how, stats, compute=None):
+    mesh = mesh_of(data=8)
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), LAYER_SPECS, is_leaf=is_spec)
+    args = jax.device_put(layers(), shardings), spread(mesh, layers_batch())
+    if compute is not None:
+        args = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+    options = {"spmd_axis_name": "data", "param_specs": LAYER_SPECS}
+    with jax.set_mesh(mesh):
+        return jax.jit(pg.value_and_stats(make_loss(how, compute), stats, **options)).lower(*args)
+
+
+def compiled_layers(how, stats):
+    with optimized():
+        return lowered_layers(how, stats).compile()
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+@pytest.mark.parametrize("how", HOW)
+def test_layers(how, microbatch_size):
+    stats = FEW | {"dot": pg.Dot()} if microbatch_size else FEW
+    more = {"direction": jax.tree.map(jnp.cos, layers())} if microbatch_size else {}
+    make = functools.partial(pg.value_and_stats, make_loss(how), stats)
+    expected = jax.jit(make())(layers(), layers_batch(), **more)
+    options = {"spmd_axis_name": "data", "param_specs": LAYER_SPECS, "microbatch_size": microbatch_size}
+    with jax.set_mesh(mesh_of(data=8)):
+        close(jax.jit(make(**options))(layers(), layers_batch(), **more), expected)
+
+
+MOMENTS = {"mean": pg.Mean(), "square": pg.Mean(jnp.square)}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_one_layer_is_gathered_at_a_time(how):
+    program = compiled_layers(how, MOMENTS)
+    found = collectives(program)
+    largest = math.prod(layers()["blocks"]["w"].shape[1:])
+    # XLA may join the gathers of one layer's parameters. It never gathers a stack of layers.
+    assert found["all-gather"] and max(found["all-gather"]) <= largest
+    # Every statistic leaves as shards, from inside of the loop if there is one.
+    scattered = [*found["reduce-scatter"], *found["all-reduce"]]
+    assert max(scattered) <= largest
+    for name, sharding in program.output_shardings[1]["square"]["blocks"].items():
+        assert sharding.spec == P(None, "data"), name
+
+
+def test_casts_come_before_gathers():
+    text = lowered_layers("scan remat", MOMENTS, compute=jnp.bfloat16).as_text()
+    gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(?:\d+x)*(\w+)>", text)
+    assert gathered and set(gathered) == {"bf16"}
+
+
+def test_memory_falls_with_the_number_of_devices():
+    """A device never has the whole of a stack of layers, nor of its statistics."""
+    whole = sum(x.nbytes for x in jax.tree.leaves(layers()["blocks"]))
+    program = compiled_layers("scan remat", MOMENTS)
+    assert program.memory_analysis().temp_size_in_bytes < whole
+
+
+# Around it.
+
+
+def test_derivative_and_ensemble():
+    def size(p, b, **options):
+        stats = pg.grad_stats(loss, [pg.Mean(jnp.square), pg.Variance(), pg.Norm()], **options)(p, b)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(stats))
+
+    members = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params())
+    expected = jax.jit(jax.vmap(jax.grad(size), (0, None)))(members, batch())
+    options = {"spmd_axis_name": "data", "param_specs": specs_of("fsdp")}
+    with jax.set_mesh(mesh_of(data=4, model=2)):
+        of_all = jax.vmap(jax.grad(lambda p, b: size(p, b, **options)), (0, None))
+        close(jax.jit(of_all)(members, batch()), expected)
+
+
+def test_variance_is_accurate_when_the_mean_is_large():
+    x = (1e4 + np.random.default_rng(0).normal(size=(64, 16))).astype(np.float32)
+    options = {"spmd_axis_name": "data", "param_specs": P("data"), "microbatch_size": 2}
+    stats_fn = pg.grad_stats(lambda w, x: jnp.mean(x @ w), pg.Variance(), **options)
+    with jax.set_mesh(mesh_of(data=8)):
+        result = jax.jit(stats_fn)(jnp.ones(16, jnp.float32), x)
+    np.testing.assert_allclose(result, np.var(x.astype(np.float64), axis=0, ddof=1), rtol=1e-3)
+
+
+def test_half_precision():
+    cast = functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
+    p, b = cast(layers()), cast(layers_batch())
+    make = functools.partial(pg.value_and_stats, make_loss("scan"), FEW)
+    expected = jax.jit(make())(p, b)
+    with jax.set_mesh(mesh_of(data=8)):
+        out = jax.jit(make(spmd_axis_name="data", param_specs=LAYER_SPECS))(p, b)
+    assert jax.tree.map(lambda x: x.dtype, out) == jax.tree.map(lambda x: x.dtype, expected)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), (out[1], expected[1]))
+    close(*wide, rtol=2e-2, atol=2e-2)
+
+
+# A loss that names mesh axes.
+
+
+def constrained(sharding):
+    def of_constrained(p, b):
+        h = jnp.tanh((b["x"] + p["table"][b["i"]]) @ p["w"] + p["b"][None, None])
+        h = lax.with_sharding_constraint(h, sharding)
+        return jnp.mean(jnp.square(p["s"] * h @ p["v"] - b["y"]))
+
+    return of_constrained
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
+def test_constraints_may_name_the_axis_of_the_batch(axes):
+    mesh = mesh_of(**axes)
+    spec = P("data", None, "model" if "model" in axes else None)
+    expected = jax.jit(pg.value_and_stats(loss, FEW))(params(), batch())
+    with jax.set_mesh(mesh):
+        own = constrained(NamedSharding(mesh, spec))
+        out = jax.jit(pg.value_and_stats(own, FEW, spmd_axis_name="data"))(params(), batch())
+    close(out, expected)
+
+
+def test_constraint_by_a_spec_is_explained():
+    words = ["sharding constraint", "(of_constrained)", "'data'", "NamedSharding(mesh, spec)"]
+    with jax.set_mesh(mesh_of(data=4, model=2)), refused(pg.ArgumentError, *words):
+        own = constrained(P("data", None, "model"))
+        pg.grad_stats(own, pg.Mean(), spmd_axis_name="data")(params(), batch())
+
+
+@pytest.mark.parametrize("where", ["outside", "in a loop"])
+def test_collectives_over_the_axis_of_the_batch_are_refused(where):
+    def mixed(p, b):
+        if where == "outside":
+            return lax.pmean(loss(p, b), "data")
+        return lax.fori_loop(0, 2, lambda i, x: lax.pmean(x, "data"), loss(p, b))
+
+    words = ["psum over the mesh axis 'data'", "test_sharded_parameters.py", "mixed", "one example"]
+    with jax.set_mesh(mesh_of(data=8)), refused(pg.ArgumentError, *words[:2], words[3]):
+        pg.grad_stats(mixed, pg.Mean(), spmd_axis_name="data")(params(), batch())
+
+
+# Public examples of `vmap(grad)` that failed on sharded arrays.
+
+
+def test_convolution_of_sharded_inputs():
+    """jax-ml/jax issue 32157: gradients of a kernel for each of the images."""
+    x, kernel = normal(1, 32, 1, 4, 4), normal(2, 1, 1, 3, 3)
+
+    def total(kernel, x):
+        return jnp.sum(lax.conv_general_dilated(x, kernel, (1, 1), "VALID"))
+
+    expected = jax.vmap(jax.grad(total), in_axes=(None, 0))(kernel, x[:, None])
+    mesh = mesh_of(data=8)
+    gradients = pg.grad_stats(total, pg.Individual(), spmd_axis_name="data")
+    with jax.set_mesh(mesh), optimized():
+        program = jax.jit(gradients).lower(kernel, spread(mesh, x)).compile()
+    result = program(kernel, spread(mesh, x))
+    close(result, expected)
+    assert is_sharded_like(mesh, result, P("data"))
+    assert not any(collectives(program).values())
+
+
+def test_gradients_of_a_linear_model():
+    """jax-ml/jax issue 20710: the gradients of a linear model for each of the rows."""
+    x, w = normal(1, 8, 3), normal(2, 3)
+
+    def of_row(w, x):
+        return jnp.sum(x @ w)
+
+    expected = jax.vmap(jax.grad(of_row), in_axes=(None, 0))(w, x[:, None])
+    mesh = mesh_of(data=8)
+    gradients = pg.grad_stats(of_row, pg.Individual(), spmd_axis_name="data")
+    with jax.set_mesh(mesh), optimized():
+        program = jax.jit(gradients).lower(w, spread(mesh, x)).compile()
+    result = program(w, spread(mesh, x))
+    close(result, expected)
+    assert is_sharded_like(mesh, result, P("data"))
+    assert not any(collectives(program).values())
+
+
+def test_modules():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def of_model(model, x):
+        return jnp.mean(model.second(jnp.tanh(model.first(x))) ** 2)
+
+    model, x = Two(nnx.Rngs(0)), normal(1, 16, 8).astype(jnp.float32)
+    expected = pergrad.nnx.value_and_stats(of_model, FEW)(model, x)
+    specs = jax.tree.map(lambda _: P("data"), nnx.state(model, nnx.Param))
+    with jax.set_mesh(mesh_of(data=8)):
+        options = {"spmd_axis_name": "data", "param_specs": specs}
+        out = nnx.jit(pergrad.nnx.value_and_stats(of_model, FEW, **options))(model, x)
+    close(out, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ({"table": P("data")}, ["param_specs", "tree like the parameters"]),
+        (P("rows"), ["['b']", "no axis 'rows'", "'data'"]),
+        (P(None, None, "data"), ["['b']", "shape (16,)"]),
+        ({**dict.fromkeys(params(), P()), "v": P(None, "data")}, ["['v']", "4 entries", "8 devices"]),
+        ("data", ["['b']", "'data'", "PartitionSpec"]),
+    ],
+    ids=str,
+)
+def test_refused(specs, words):
+    with jax.set_mesh(mesh_of(data=8)), refused(pg.ArgumentError, *words):
+        pg.grad_stats(loss, pg.Mean(), spmd_axis_name="data", param_specs=specs)(params(), batch())
+
+
+def test_specs_need_the_axis_of_the_batch():
+    with refused(pg.ArgumentError, "param_specs", "spmd_axis_name"):
+        pg.grad_stats(loss, pg.Mean(), param_specs=P("data"))
