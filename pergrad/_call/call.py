@@ -186,10 +186,7 @@ class Call:
         """Runs stages 1 to 3: trace, cut and plan."""
         example = [_one_of(x) for x in self.batch]
         request = self.request
-        params = [
-            jax.ShapeDtypeStruct(shard.whole_shape(x.shape), x.dtype) if shard.divisions else x
-            for x, shard in zip(self.params, self.shards, strict=True)
-        ]
+        params = [_whole(x, shard) for x, shard in zip(self.params, self.shards, strict=True)]
         program = trace(self._one_example, params, [*example, *self.keys], request.has_aux)
         refuse_collectives(program.jaxpr, self.devices)
         in_parts = [i for i, own in enumerate(self.wanted) if all(s.in_parts for s in own)]
@@ -343,6 +340,17 @@ def _one_of(batch: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of one example, which keeps the weak type of Python numbers."""
     weak = getattr(batch, "weak_type", False)
     return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype, weak_type=weak)
+
+
+def _whole(param: Any, shard: Shard) -> Any:
+    """The shape and dtype of the whole parameter, of which `param` is a shard.
+
+    It is on the same mesh. If it were not, JAX would move its gradient, in one more equation.
+    """
+    if shard.is_whole:
+        return param
+    whole, sharding = shard.whole_shape(param.shape), jax.typeof(param).sharding
+    return jax.ShapeDtypeStruct(whole, param.dtype, sharding=sharding)
 
 
 def _is_concrete(x: jax.Array) -> bool:

@@ -235,6 +235,16 @@ def test_casts_come_before_gathers():
     assert gathered and set(gathered) == {"bf16"}
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_tails_are_those_of_whole_parameters(how):
+    """JAX adds no equation to a gradient, such as a `reshard`, which would end its tail."""
+    stats_fn = pg.grad_stats(make_loss(how), MOMENTS, spmd_axis_name="data", param_specs=LAYER_SPECS)
+    with jax.set_mesh(mesh_of(data=8)):
+        program = str(jax.make_jaxpr(stats_fn)(layers(), layers_batch()))
+    assert "reduce_scatter" in program
+    assert "reshard" not in program
+
+
 def test_memory_falls_with_the_number_of_devices():
     """A device never has the whole of a stack of layers, nor of its statistics."""
     whole = sum(x.nbytes for x in jax.tree.leaves(layers()["blocks"]))
