@@ -244,9 +244,9 @@ def _inline_constraint(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -
         return _compat.bind(eqn, [x])
     if set(mesh.manual_axes) == set(mesh.axis_names):
         return [x]
-    with _compat.at_line_of(eqn):
-        kept = P(*without_axes(sharding.spec, mesh.manual_axes))
-        return [lax.with_sharding_constraint(x, kept)]
+    kept = P(*without_axes(sharding.spec, mesh.manual_axes))
+    params = eqn.params | {"sharding": NamedSharding(mesh, kept)}
+    return _compat.bind(eqn.replace(params=params), [x])
 
 
 def _inline_random(*unsafe: str) -> Inline:

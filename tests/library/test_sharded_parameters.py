@@ -23,6 +23,7 @@ from tests.library.test_devices import (
     DIRECTION,
     FEW,
     LAYOUTS,
+    SIZE,
     STATS,
     WEIGHTS,
     batch,
@@ -33,6 +34,7 @@ from tests.library.test_devices import (
     mesh_of,
     optimized,
     params,
+    soft,
     spread,
 )
 from tests.support.cases import BATCH
@@ -63,6 +65,7 @@ def specs_of(layout):
 )
 def test_every_statistic(layout, how, weights, microbatch_size):
     more = {"direction": DIRECTION, "example_weights": weights}
+    more |= {"max_norm": {"matrices": 1.0, "others": 2.0}}
     expected = jax.jit(pg.value_and_stats(loss, STATS))(params(), batch(), **more)
     mesh = mesh_of(EXPLICIT if how == "explicit" else AUTO, data=4, model=2)
     specs = specs_of(layout) if how == "jit" else None
@@ -141,6 +144,43 @@ def test_two_axes(spec):
         assert is_sharded_like(mesh, stats["variance"][name], own)
 
 
+@pytest.mark.parametrize(("how", "size"), [("jit", None), ("explicit", 1)])
+def test_examples_that_fail_are_dropped(how, size):
+    # One device is left with nothing.
+    bad = np.array([2, 4, 5, 6, 7])
+    b = batch() | {"x": batch()["x"].at[bad].set(jnp.nan)}
+    stats = {name: STATS[name] for name in ("count", "mean", "moments", "variance", "clipped", "fold")}
+    stats |= {"groups": pg.Variance(per=2), "norm": pg.Norm(), "loss": pg.Loss()}
+    stats |= {"weighted": pg.WeightedMean(soft, where=lambda path: "w" in path)}
+    left = np.where(np.isin(np.arange(SIZE), bad), 0, 1)
+    expected = jax.jit(pg.value_and_stats(loss, stats))(params(), b, example_weights=left)
+    mesh = mesh_of(EXPLICIT if how == "explicit" else AUTO, data=4, model=2)
+    options = {"nonfinite": "drop", "microbatch_size": size, "spmd_axis_name": "data"}
+    specs = specs_of("both") if how == "jit" else None
+    stats_fn = jax.jit(pg.value_and_stats(loss, stats, param_specs=specs, **options))
+    with jax.set_mesh(mesh):
+        out = stats_fn(laid_out(mesh, "both"), spread(mesh, b))
+    close(out, expected)
+    assert out[1]["count"] == SIZE - len(bad)
+    for name, x in out[1]["variance"].items():
+        assert is_sharded_like(mesh, x, LAYOUTS["both"].get(name, P()))
+
+
+@pytest.mark.parametrize("how", ["jit", "explicit"])
+def test_several_directions(how):
+    several = jax.tree.map(lambda x: jnp.stack([x, jnp.sin(x), x + 1]), DIRECTION)
+    positions = pg.Dot(where=lambda path: "s" not in path, per="token")
+    stats = {"dot": pg.Dot(), "positions": positions, "norm": pg.Norm()}
+    expected = jax.jit(pg.grad_stats(loss, stats))(params(), batch(), direction=several)
+    assert expected["dot"].shape == (SIZE, 3)
+    mesh = mesh_of(EXPLICIT if how == "explicit" else AUTO, data=4, model=2)
+    specs = specs_of("both") if how == "jit" else None
+    stats_fn = jax.jit(pg.grad_stats(loss, stats, spmd_axis_name="data", param_specs=specs))
+    with jax.set_mesh(mesh):
+        out = stats_fn(laid_out(mesh, "both"), spread(mesh, batch()), direction=several)
+    close(out, expected)
+
+
 # Layers that a loop runs.
 
 LAYERS, WIDTH, POSITIONS = 6, 16, 3
@@ -212,6 +252,34 @@ def test_layers(how, microbatch_size):
         close(jax.jit(make(**options))(layers(), layers_batch(), **more), expected)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+def test_several_directions_of_layers(microbatch_size, axis):
+    """The axis of directions stands behind that of the layers, also if the layers are divided."""
+    several = jax.tree.map(lambda x: jnp.stack([jnp.cos(x), x]), layers())
+    specs = LAYER_SPECS | {"blocks": LAYER_SPECS["blocks"] | {"w": P(*[None] * axis, "data")}}
+    make = functools.partial(pg.grad_stats, make_loss("scan remat"), [pg.Dot(), pg.Mean()])
+    expected = jax.jit(make())(layers(), layers_batch(), direction=several)
+    options = {"spmd_axis_name": "data", "param_specs": specs, "microbatch_size": microbatch_size}
+    with jax.set_mesh(mesh_of(data=2)):
+        close(jax.jit(make(**options))(layers(), layers_batch(), direction=several), expected)
+
+
+@pytest.mark.parametrize("how", ["scan", "unrolled remat"])
+def test_layers_that_leave_their_loop(how):
+    """Projections are those of whole parameters, and dropped examples leave the means of the others."""
+    x, y = layers_batch()
+    failing = x.at[np.array([0, 5])].set(jnp.nan), y
+    stats = {"mean": pg.Mean(), "variance": pg.Variance(), "clipped": pg.ClippedMean(1.0)}
+    drop = functools.partial(pg.value_and_stats, make_loss(how), stats, nonfinite="drop")
+    project = functools.partial(pg.grad_stats, make_loss(how), pg.Project(6, 0))
+    expected = jax.jit(drop())(layers(), failing), jax.jit(project())(layers(), (x, y))
+    options = {"spmd_axis_name": "data", "param_specs": LAYER_SPECS}
+    with jax.set_mesh(mesh_of(data=8)):
+        out = jax.jit(drop(**options))(layers(), failing)
+        close((out, jax.jit(project(**options))(layers(), (x, y))), expected)
+
+
 MOMENTS = {"mean": pg.Mean(), "square": pg.Mean(jnp.square)}
 
 
@@ -233,6 +301,16 @@ def test_casts_come_before_gathers():
     text = lowered_layers("scan remat", MOMENTS, compute=jnp.bfloat16).as_text()
     gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(?:\d+x)*(\w+)>", text)
     assert gathered and set(gathered) == {"bf16"}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_tails_are_those_of_whole_parameters(how):
+    """JAX adds no equation to a gradient, such as a `reshard`, which would end its tail."""
+    stats_fn = pg.grad_stats(make_loss(how), MOMENTS, spmd_axis_name="data", param_specs=LAYER_SPECS)
+    with jax.set_mesh(mesh_of(data=8)):
+        program = str(jax.make_jaxpr(stats_fn)(layers(), layers_batch()))
+    assert "reduce_scatter" in program
+    assert "reshard" not in program
 
 
 def test_memory_falls_with_the_number_of_devices():

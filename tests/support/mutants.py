@@ -61,6 +61,7 @@ GROUPS = ("tests/cut/test_units.py", "-k", "test_groups or padding")
 TOKENS = ("tests/cut/test_units.py", "-k", "test_tokens")
 COMBINED = ("tests/statistics/test_combine.py", "-k", "not devices")
 DEVICES = ("tests/library/test_devices.py",)
+SHARDED = ("tests/library/test_sharded_parameters.py",)
 
 MUTANTS = (
     # strategies
@@ -455,6 +456,20 @@ MUTANTS = (
         "return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)",
         "return s, mean_s, m2_s",
         DEVICES,
+    ),
+    Mutant(
+        "shard_of_all",
+        "pergrad/_statistics/of_parameters.py",
+        "m2 = shard.add(m2_s + weigh(jnp.square(mean_s - shard.gather(mean)), s))",
+        "m2 = shard.add(m2_s)",
+        SHARDED,
+    ),
+    Mutant(
+        "slice of a shard",
+        "pergrad/_trace/gathers.py",
+        "if not all(isinstance(v, Literal) for v in eqn.invars[1:]):",
+        "if False:",
+        (f"{SHARDED[0]}::test_case[dynamic_slice-False]",),
     ),
     Mutant(
         "merge of devices",
