@@ -33,7 +33,7 @@ from tests.support.program_parts import (
     Tree,
 )
 from tests.support.truth import Truth
-from tests.support.whole import SEVERAL, Questions
+from tests.support.whole import SEVERAL, Questions, of_positions
 
 OPERATIONS = WITHOUT_KEY | WITH_KEY
 # More than for the cases in float64: a random network may be badly conditioned.
@@ -128,6 +128,7 @@ ASKED: dict[str, tuple[list[str], list[str]]] = {
     "clipped groups": (["mean", "count"], ["clipped_by_group", "weighted"]),
     "signs": (["abs", "sign", "signed_square"], []),
     "tokens": (["token_mean"], ["norm", "gram"]),
+    "positions": (["token_mean"], ["dot"]),
     "units": (["group_square", "single_square", "group_mean"], []),
 }
 
@@ -332,17 +333,26 @@ def check(program: RandomProgram) -> str:
         paths = [f"args[{n}]{path}" for n in numbers for path in _paths(args[n])]
     questions = Questions(truth, paths)
     known = STATISTICS | {name: unit.statistic for name, unit in UNITS.items()}
+    fun, leaf, some = program.loss if call.keep_batch_dim else loss, program.seed % len(paths), {}
+    if call.asked == "positions":
+        some = of_positions(fun, args, paths[leaf], call.options)
     stats_fn = pg.value_and_stats(
-        program.loss if call.keep_batch_dim else loss,
-        ({name: known[name] for name in names}, {name: questions.statistics[name] for name in whole}),
+        fun,
+        (
+            {name: known[name] for name in names},
+            {name: questions.statistics[name] for name in whole},
+            some,
+        ),
         **call.options,
         microbatch_size=call.microbatch_size,
         strategy=call.strategy,
         nonfinite=call.nonfinite,
     )
     keywords = questions.keywords(whole, params, (0, SEVERAL)[program.seed % 2])
-    value, (stats, of_whole) = jax.jit(stats_fn)(*args, example_weights=given, **keywords)
+    value, (stats, of_whole, parts) = jax.jit(stats_fn)(*args, example_weights=given, **keywords)
     assert_agrees((value, stats), truth, weights, error)
+    if parts:
+        questions.assert_positions_agree(parts, leaf, keywords["direction"], weights, error)
     questions.assert_agrees(of_whole, keywords, weights, error)
     return "ok"
 

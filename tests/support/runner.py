@@ -16,7 +16,7 @@ from tests.support.bounds import ERROR, STATISTICS, UNITS, assert_agrees
 from tests.support.cases import BATCH, Case, array
 from tests.support.every_case import CASES
 from tests.support.truth import in_mixed_precision, options, traced_once, truth_of
-from tests.support.whole import IN_TURNS, SEVERAL, Questions
+from tests.support.whole import IN_TURNS, SEVERAL, Questions, of_positions
 
 WEIGHTS = np.array([1, 0, 2.5, 3, 0.5])
 
@@ -174,11 +174,16 @@ def check_whole(
     whole = {name: questions.statistics[name] for name in names or {*questions.statistics} - spared}
     argnums = case.argnums
     params = runner.args[argnums] if isinstance(argnums, int) else tuple(runner.args[n] for n in argnums)
-    keywords = questions.keywords(whole, params, (0, SEVERAL)[CASES.index(case) // 2 % 2])
+    keywords = questions.keywords(whole, params, (0, SEVERAL)[number // 2 % 2])
 
-    stats_fn = pg.value_and_stats(
-        runner.loss, {"whole": whole, "units": units}, strategy=strategy, **runner.options
-    )
+    leaf = number % len(call.paths)
+    some = of_positions(runner.loss, runner.args, call.paths[leaf], runner.options) if units else {}
+    asked = {"whole": whole, "units": units, "positions": some}
+    stats_fn = pg.value_and_stats(runner.loss, asked, strategy=strategy, **runner.options)
     value, stats = jax.jit(stats_fn)(*runner.args, example_weights=runner.given, **keywords)
+    if some:
+        questions.assert_positions_agree(
+            stats["positions"], leaf, keywords["direction"], runner.weights, runner.error
+        )
     assert_agrees((value, stats["units"]), runner.truth, runner.weights, runner.error)
     questions.assert_agrees(stats["whole"], keywords, runner.weights, runner.error)

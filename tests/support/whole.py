@@ -48,6 +48,20 @@ class Soft:
         return self.c / (self.c + norm)
 
 
+def of_positions(loss: Any, args: Any, path: str, options: Any) -> dict[str, pg.Statistic]:
+    """Statistics of the positions of one parameter, by name; none if it is refused."""
+    where: Callable[[str], bool] = lambda own: own == path  # noqa: E731
+    try:
+        pg.explain(loss, pg.Norm(per="token", where=where), **options)(*args)
+    except pg.ArgumentError as error:
+        assert "has no parts that belong to positions" in str(error)
+        return {}
+    return {
+        "norm_token": pg.Norm(per="token", where=where),
+        "dot_token": pg.Dot(per="token", where=where),
+    }
+
+
 class Questions:
     """The statistics that a case is asked for, by name, and their truth.
 
@@ -115,6 +129,26 @@ class Questions:
             for x, p in zip(leaves, jax.tree.leaves(like), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def assert_positions_agree(
+        self, stats: Any, leaf: int, direction: Tree, weights: Any, error: float
+    ) -> None:
+        """Compares the parts of one leaf with the gradients, whose means they are.
+
+        The mean of the inner products of the parts is that of the gradient, and by Jensen's inequality
+        the mean of their squared norms is at least that of the gradient.
+        """
+        w = np.ones(len(self.truth.losses)) if weights is None else np.asarray(weights)
+        g, v = self.leaves[leaf], jax.tree.leaves(direction)[leaf]
+        S = scales(self.truth, w)[leaf] * np.sqrt(g[0].size)
+        dots, norms = (np.asarray(stats[name], np.float64) for name in ("dot_token", "norm_token"))
+        assert norms.ndim == 2 and dots.shape[:2] == norms.shape
+        truth = oracle.dots(g, v) if v.ndim == g.ndim else oracle.dot(g, v)
+        # The parts may be larger than their mean, and are rounded one by one.
+        rounded = error * max(S, np.max(kept(norms, w), initial=0))
+        _assert_examples(np.mean(dots, axis=1), truth, w, rounded, "dot_token")
+        squares = kept(np.mean(np.square(norms), axis=1), w)
+        assert np.all(np.sqrt(squares) >= kept(oracle.norm([g]), w) - rounded), "norm_token"
 
     def assert_agrees(self, stats: Any, keywords: dict[str, Any], weights: Any, error: float) -> None:
         """Compares what results there are of a call with these keywords with the truth.
