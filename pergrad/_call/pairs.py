@@ -80,8 +80,8 @@ def gram(
       A function with `fun`'s arguments, with `a` in the place of the batch. `b` follows after all
       arguments of `fun`, or is given by keyword. If `batch_argnums` has several numbers, `b` is a tuple
       of as many arguments. The result has float32, for float64 parameters float64. The function can be
-      jitted, and mapped over devices: `jax.shard_map` over the examples of `a` gives each device its
-      rows.
+      jitted, and mapped over devices: `jax.shard_map` over the examples of `a`, with `check_vma=False`,
+      gives each device its rows.
 
     >>> loss = lambda w, x: jnp.mean(x @ w)
     >>> a, b = jnp.array([[1.0, 0.0], [3.0, 4.0]]), jnp.array([[2.0, 1.0]])
