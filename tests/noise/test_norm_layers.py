@@ -92,7 +92,7 @@ def test_in_nnx():
 
     config = Model(layers=2, width=8, heads=2, context=4)
     transformer = model.Transformer(config, 16, nnx.Rngs(0))
-    norms = [m for _, m in nnx.iter_modules(transformer) if isinstance(m, nnx.LayerNorm)]
+    norms = [m for _, m in nnx.iter_graph(transformer) if isinstance(m, nnx.LayerNorm)]
     found = chosen(nnx.state(transformer, nnx.Param))
     assert len(norms) == 5 and len(found) == 2 * len(norms)
     assert all(".value" in path and "norm" in path for path in found)
