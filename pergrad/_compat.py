@@ -11,6 +11,9 @@ What differs between the versions, and where it is dealt with:
 | 0.7.2 | `get_bind_params` returns functions and parameters, later the parameters alone | `bind` |
 | 0.7.2 | a convolution that widens its operands has no derivative | `_cut/terms/convolution.py` |
 | 0.7.2 | `discharge_state` takes and returns constants apart from the program | `without_references` |
+| 0.7.2 | `all_gather` has no `to`, which is a function of its own | `all_gather_for_all` |
+| before 0.8.2 | `pvary` in place of `pcast` | `as_varying` |
+| before 0.10 | an array's type has `vma`, later `mat` | `varying_axes` |
 | 0.11.0 on | `Jaxpr` and `ClosedJaxpr` are one class, and calls hold either | `as_closed` |
 | 0.11.0 on | `scan` has `ft_in` in place of `num_consts` and `num_carry` | `scan_lengths` |
 | 0.11.2 on | `jax.experimental.shard_alike` is gone | `_call/spmd.py` does without it, always |
@@ -21,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,8 +52,9 @@ if is_untested(jax.__version_info__):
 try:
     from jax._src import source_info_util
     from jax._src.ad_checkpoint import name_p, remat_p
+    from jax._src.core import NamedAxisEffect
     from jax._src.lax.lax import optimization_barrier_p, ragged_dot_general_p, split_p
-    from jax._src.pjit import sharding_constraint_p
+    from jax._src.pjit import reshard_p, sharding_constraint_p
     from jax._src.state.discharge import discharge_state
     from jax._src.state.types import AbstractRef
     from jax.core import Tracer
@@ -66,24 +71,30 @@ __all__ = [
     "Literal",
     "Primitive",
     "Var",
+    "all_gather_for_all",
     "as_closed",
+    "as_varying",
     "at_line_of",
     "aval",
     "bind",
     "drop_dead_code",
+    "has_effects",
     "has_user_line",
     "is_computed",
     "is_reference",
+    "line_of_error",
     "name_p",
     "newer_jax_explained",
     "optimization_barrier_p",
     "ragged_dot_general_p",
     "remat_barriers",
     "remat_p",
+    "reshard_p",
     "scan_lengths",
     "sharding_constraint_p",
     "split_p",
     "user_line",
+    "varying_axes",
     "without_references",
 ]
 
@@ -108,6 +119,11 @@ def newer_jax_explained() -> Iterator[None]:
             f"{type(error).__name__}: {error}. If this does not come from your loss, it may come from a "
             f"version of JAX that is too new. {_FOUND} {_OLDER_JAX}"
         ) from error
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than compute its results. A collective does not."""
+    return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -169,8 +185,53 @@ def user_line(eqn: JaxprEqn) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
 
 
+def line_of_error(error: BaseException) -> str:
+    """`file.py:12 (function)`: the last line of the user's on the way to where an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if source_info_util.is_user_filename(frame.filename)]
+    if not own:
+        return "an unknown line"
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} ({own[-1].name})"
+
+
 def has_user_line(eqn: JaxprEqn) -> bool:
     return source_info_util.user_frame(eqn.source_info.traceback) is not None
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes along which devices have different values of an array, as its type says.
+
+    In the body of a `shard_map` that checks this (`check_vma=True`), a type names these axes. Anywhere
+    else it names none.
+    """
+    own: Any = jax.typeof(x)
+    return own.mat.varying if hasattr(own, "mat") else own.vma
+
+
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    """The same array, whose type says that it varies along these mesh axes, too."""
+    missing = tuple(axes - varying_axes(x))
+    if not missing:
+        return x
+    functions: Any = jax.lax
+    if hasattr(functions, "pcast"):
+        return functions.pcast(x, missing, to="varying")
+    return functions.pvary(x, missing)
+
+
+def all_gather_for_all(x: Any, axis_name: Any) -> Any:
+    """`lax.all_gather` along the first axis, whose result is the same for all members of the axis.
+
+    In a `shard_map` that checks varying axes, the type of the result says so.
+    """
+    gather: Callable[..., Any] = jax.lax.all_gather
+    if not varying_axes(x):
+        return gather(x, axis_name, tiled=True)
+    if "to" in inspect.signature(gather).parameters:
+        return gather(x, axis_name, tiled=True, to="invarying")
+    from jax._src.lax.parallel import all_gather_invariant
+
+    return all_gather_invariant(x, axis_name, tiled=True)
 
 
 def aval(v: Atom) -> Any:

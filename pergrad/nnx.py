@@ -36,6 +36,7 @@ def value_and_stats(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
     nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Any]:
@@ -71,6 +72,7 @@ def value_and_stats(
         "shared_argnums": shared_argnums,
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
+        "param_specs": param_specs,
         "strategy": strategy,
         "nonfinite": nonfinite,
     }
@@ -99,6 +101,7 @@ def explain(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
     nonfinite: Nonfinite = "keep",
 ) -> Callable[..., pg.Plan]:
@@ -111,6 +114,7 @@ def explain(
         "shared_argnums": shared_argnums,
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
+        "param_specs": param_specs,
         "strategy": strategy,
         "nonfinite": nonfinite,
     }
@@ -137,6 +141,7 @@ def check(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
 ) -> Callable[..., None]:
     """As `pergrad.check`, for a loss that takes NNX modules. It leaves them as they are."""
@@ -148,6 +153,7 @@ def check(
         "shared_argnums": shared_argnums,
         "microbatch_size": microbatch_size,
         "spmd_axis_name": spmd_axis_name,
+        "param_specs": param_specs,
         "strategy": strategy,
     }
 

@@ -23,6 +23,7 @@ def value_and_stats(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
     nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Any]:
@@ -61,6 +62,12 @@ def value_and_stats(
         like the parameters are sharded like the parameters. The number of examples must be a multiple
         of the number of devices: pad the batch with examples whose weight is 0. A `Fold` needs a
         `merge`. For a `Gram` the devices exchange the saved inputs and residuals of all layers.
+      param_specs: how the parameters are sharded: a `jax.sharding.PartitionSpec` for each, in a tree
+        like the argument that argnums names (or a tuple of trees), where one spec may stand for a whole
+        subtree. Parameters that are sharded over the axes of `spmd_axis_name` (FSDP) are then gathered
+        where they are used, layer by layer, and each device keeps its shard of their statistics. It is
+        needed under `jit` with automatic mesh axes, where JAX does not know the shardings while it
+        traces; otherwise the parameters' own shardings are used. Results do not depend on it.
       strategy: `"auto"` chooses the cheapest strategy for every parameter. The name of a strategy, such
         as `"materialise"` (the plain reference) or `"streamed:8"` (eight examples at a time), uses that
         strategy wherever it applies, for comparison.
@@ -102,6 +109,7 @@ def value_and_stats(
         shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
+        param_specs=param_specs,
         strategy=strategy,
         nonfinite=nonfinite,
     )
@@ -125,6 +133,7 @@ def grad_stats(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
     nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Any]:
@@ -147,6 +156,7 @@ def grad_stats(
         shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
+        param_specs=param_specs,
         strategy=strategy,
         nonfinite=nonfinite,
     )
@@ -171,6 +181,7 @@ def explain(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
     nonfinite: Nonfinite = "keep",
 ) -> Callable[..., Plan]:
@@ -195,6 +206,7 @@ def explain(
         shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
+        param_specs=param_specs,
         strategy=strategy,
         nonfinite=nonfinite,
     )

@@ -23,23 +23,26 @@ from pergrad._call.arguments import (
     roles_of,
 )
 from pergrad._call.max_norms import max_norms_of
+from pergrad._call.named_axes import constraints_explained, refuse_collectives, refuse_varying
 from pergrad._call.positions import check_positions
 from pergrad._call.request import Request, takes_direction
 from pergrad._call.results import Results
 from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
-from pergrad._ir import Devices, Weights, accumulation_dtype, weighted_sum
+from pergrad._ir import Devices, Shard, Weights, accumulation_dtype, weighted_sum
 from pergrad._plan import Asked, Plan, Schedule, activations, describe, make_schedule
-from pergrad._run import Given, part_of_all, run, run_last, with_shares_of_kept
+from pergrad._run import Given, Shards, part_of_all, run, run_last, with_shares_of_kept
 from pergrad._statistics import Phase, Quantity
-from pergrad._trace import Program, trace
+from pergrad._trace import Program, trace, with_gathers
 
 
 class Call:
     """One call, with its arguments checked and flattened.
 
     If several `devices` share a batch, each of them has a call of its own. Its batch has the examples of
-    that device, and all devices have equally many. Everything else is the same for all devices.
+    that device, and all devices have equally many. A parameter may be divided among the devices, too:
+    `shards` says how, and the call has this device's shard of it. Everything else is the same for all
+    devices.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         devices: Devices | None = None,
+        shards: Sequence[Shard] | None = None,
     ) -> None:
         self.request, self.args, self.kwargs = request, args, kwargs
         self.devices = devices or Devices()
         self.roles = roles_of(request, args, kwargs)
         self.params, self.params_tree, self.paths = self._flatten_params()
+        self.shards = shards or [Shard()] * len(self.params)
         self.batch, self.batch_tree = self._flatten_batch()
         self.keys, self.keys_tree = self._flatten_keys()
         self.size: int = self.batch[0].shape[0]
@@ -145,17 +150,20 @@ class Call:
         """Runs the four stages, and returns the value and the results of all statistics.
 
         The arguments are those that `checked` returned. On one of several devices, the result of an
-        accumulator is this device's part, and the parts of all devices add up to the result.
+        accumulator is this device's part, and the parts of all devices add up to the result. If it is
+        laid out like a parameter that is divided among the devices, it is this device's shard of the
+        result.
         """
         cut, schedule = self._schedule(self._number_of(given.directions))
         shares = self._shares(weights)
         count = self._count(weights)
-        outcome = run(cut, schedule, self.params, self.examples(), shares, given)
+        shards = Shards.of(self.shards, cut)
+        outcome = run(cut, schedule, self.params, self.examples(), shares, given, shards)
         if outcome.finite is not None:
             kept = jnp.where(outcome.finite, 1.0 if weights is None else weights, 0)
             outcome = with_shares_of_kept(outcome, self._count(kept) / count)
             shares, count = self._shares(kept), self._count(kept)
-        outcome = part_of_all(outcome, self.devices)
+        outcome = part_of_all(outcome, self.devices, shards)
         last, pairs = run_last(cut, schedule, self.params, outcome, self.devices)
 
         dtype = outcome.losses.dtype
@@ -172,7 +180,8 @@ class Call:
             grads=cut.program.grads,
             paths=self.paths,
             like_params=self.like_params,
-            on_several_devices=bool(self.devices.axes),
+            devices=self.devices,
+            shards=shards,
         )
         return value, jax.tree.map(lambda statistic: statistic.result(results), self.request.stats)
 
@@ -199,7 +208,10 @@ class Call:
     def traced(self) -> Program:
         """Runs stage 1: the gradient program of one example."""
         example = [_one_of(x) for x in self.batch]
-        return trace(self._one_example, self.params, [*example, *self.keys], self.request.has_aux)
+        params = [_whole(x, shard) for x, shard in zip(self.params, self.shards, strict=True)]
+        program = trace(self._one_example, params, [*example, *self.keys], self.request.has_aux)
+        refuse_collectives(program.jaxpr, self.devices)
+        return program
 
     def scheduled(
         self,
@@ -221,7 +233,7 @@ class Call:
             for s in own
         )
         wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, size))
-        cut = make_cut(hoist(program, wanted), wanted)
+        cut = self._cut(program, wanted)
         check_positions(self.request.stats, cut, self.paths)
         asked = Asked(self.request.forced, self.request.drops, directions)
         return cut, make_schedule(cut, self.paths, self.wanted, size, microbatch_size, asked, room=room)
@@ -242,7 +254,11 @@ class Call:
     def _bytes_of_grad(self, program: Program) -> float:
         """The temporary memory of `jax.grad` of the whole batch."""
         sums = Wanted(tuple(range(len(self.paths))), split=False, together=True)
-        return activations(make_cut(hoist(program, sums), sums), self.size)
+        return activations(self._cut(program, sums), self.size)
+
+    def _cut(self, program: Program, wanted: Wanted) -> Cut:
+        """Runs stage 2. Parameters that devices divide are gathered where they are used."""
+        return make_cut(with_gathers(hoist(program, wanted), self.shards), wanted)
 
     def _check_direction(self, direction: Any) -> list[Any]:
         """The direction as one array for each parameter. Several directions have an axis in front."""
@@ -337,7 +353,8 @@ class Call:
         batch, keys = example[: len(self.batch)], example[len(self.batch) :]
         if self.request.keep_batch_dim:
             batch = [x[None] for x in batch]
-        out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
+        with constraints_explained(self.devices):
+            out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
         if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {kind(out)}.")
         value = out[0] if self.request.has_aux else out
@@ -359,6 +376,7 @@ class Call:
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             hint = f" Return {float(value)}." if isinstance(value, int) else ""
             raise ArgumentError(f"the loss must be a real number; it is {kind(value)}.{hint}")
+        refuse_varying([value])
 
     def like_params(self, leaves: Sequence[Any]) -> Any:
         """A tree like the parameters with these leaves, or a tuple of trees if argnums is a tuple."""
@@ -378,6 +396,18 @@ def _one_of(batch: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of one example, which keeps the weak type of Python numbers."""
     weak = getattr(batch, "weak_type", False)
     return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype, weak_type=weak)
+
+
+def _whole(param: Any, shard: Shard) -> Any:
+    """The shape and dtype of the whole parameter, of which `param` is a shard.
+
+    It is on the same mesh. If it were not, JAX would move its gradient, in one more equation.
+    """
+    if shard.is_whole:
+        return param
+    whole, sharding = shard.whole_shape(param.shape), jax.typeof(param).sharding
+    weak = getattr(param, "weak_type", False)
+    return jax.ShapeDtypeStruct(whole, param.dtype, weak_type=weak, sharding=sharding)
 
 
 def _is_concrete(x: jax.Array) -> bool:

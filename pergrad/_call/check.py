@@ -49,6 +49,7 @@ def check(
     shared_argnums: ArgNums = (),
     microbatch_size: MicrobatchSize = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    param_specs: Any = None,
     strategy: StrategyName = "auto",
 ) -> Callable[..., None]:
     """Checks that a loss is a mean over examples that do not influence each other.
@@ -64,8 +65,8 @@ def check(
       rtol: how far the two gradients may be apart, relative to the size of the examples' gradients. The
         default allows for rounding: about 1e-4 in float32, and 5e-2 if some of the model computes in
         bfloat16, whatever dtype the parameters have.
-      batch_argnums, shared_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name, strategy:
-        as for `value_and_stats`.
+      batch_argnums, shared_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name,
+        param_specs, strategy: as for `value_and_stats`.
       rng_argnums: must be empty, because the batch and its single examples would draw different random
         numbers. Check the loss without its randomness, and name the keys, which it then does not use, in
         `shared_argnums`.
@@ -86,6 +87,7 @@ def check(
         shared_argnums=shared_argnums,
         microbatch_size=microbatch_size,
         spmd_axis_name=spmd_axis_name,
+        param_specs=param_specs,
         strategy=strategy,
     )
     return checker(request, rtol)

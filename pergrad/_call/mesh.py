@@ -1,4 +1,4 @@
-"""The mesh and the devices of a call."""
+"""The mesh and the devices of a call, and how they divide its parameters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from pergrad._call.call import Call
 from pergrad._errors import ArgumentError
-from pergrad._ir import Devices
+from pergrad._ir import Devices, Division, Shard, names_in
 
 
 def find_mesh(axes: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh:
@@ -56,6 +59,85 @@ def devices_of(mesh: AbstractMesh, axes: tuple[str, ...], size: int) -> Devices:
             f"Add {missing} to the batch, any will do, with example_weights of 0."
         )
     return Devices(axes, number)
+
+
+def shards_of(call: Call, mesh: AbstractMesh, devices: Devices) -> list[Shard]:
+    """How the devices that share a batch divide the parameters of the call.
+
+    The specs are those that the caller gives, or else those of the parameters. Under `jit` JAX does not
+    know how an array is divided along automatic axes; such a parameter is taken to be whole.
+    """
+    specs = _given_specs(call, mesh) or [_spec_of(x) for x in call.params]
+    return [
+        Shard(devices, _divisions(x, spec, mesh, devices))
+        for x, spec in zip(call.params, specs, strict=True)
+    ]
+
+
+def _divisions(x: Any, spec: Any, mesh: AbstractMesh, devices: Devices) -> tuple[Division, ...]:
+    """The divisions of an array along the axes of the batch."""
+    found = []
+    for dim, entry in enumerate(spec):
+        axes = tuple(axis for axis in names_in(entry) if axis in devices.axes)
+        number = math.prod(mesh.shape[axis] for axis in axes)
+        if number > 1 and x.shape[dim] % number == 0:
+            found.append(Division(dim, axes, number))
+    return tuple(found)
+
+
+def _spec_of(x: Any) -> Any:
+    """The spec of an array, as far as it is known."""
+    is_traced = isinstance(x, Tracer)
+    sharding = jax.typeof(x).sharding if is_traced else getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else P()
+
+
+def _given_specs(call: Call, mesh: AbstractMesh) -> list[Any] | None:
+    """The specs of all parameters that the caller gives, checked; None if there are none."""
+    given = call.request.param_specs
+    if given is None:
+        return None
+    params = call.like_params(call.params)
+    try:
+        spread = jax.tree.map(lambda s, x: jax.tree.map(lambda _: s, x), given, params, is_leaf=_is_spec)
+    except ValueError as error:
+        raise ArgumentError(
+            "param_specs must be a tree like the parameters, or a tree of which each leaf stands for a "
+            f"part of the parameters. {error}"
+        ) from error
+    specs = jax.tree.leaves(spread, is_leaf=_is_spec)
+    for path, x, spec in zip(call.paths, call.params, specs, strict=True):
+        _check_spec(path, x, spec, mesh)
+    return specs
+
+
+def _check_spec(path: str, x: Any, spec: Any, mesh: AbstractMesh) -> None:
+    what = f"param_specs: the spec of {path} is {spec!r}"
+    if not _is_spec(spec):
+        raise ArgumentError(f"{what}, which is no jax.sharding.PartitionSpec.")
+    if len(spec) > len(x.shape):
+        raise ArgumentError(f"{what}, but the parameter has the shape {x.shape}.")
+    for length, entry in zip(x.shape, spec, strict=False):
+        for axis in names_in(entry):
+            if axis not in mesh.axis_names:
+                names = ", ".join(map(repr, mesh.axis_names))
+                raise ArgumentError(f"{what}, but the mesh has no axis {axis!r}, only {names}.")
+        number = math.prod(mesh.shape[axis] for axis in names_in(entry))
+        if length % number:
+            raise ArgumentError(
+                f"{what}, but {length} entries cannot be divided among {number} devices: the parameter "
+                f"has the shape {x.shape}."
+            )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def spec_of_shard(shard: Shard, ndim: int) -> P:
+    """The spec of an array of `ndim` dimensions along the axes of the batch."""
+    own = {division.dim: division.axes for division in shard.divisions}
+    return P(*(own.get(dim) for dim in range(ndim)))
 
 
 def _mesh_of(x: Any) -> AbstractMesh | None:

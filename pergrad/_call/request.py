@@ -55,6 +55,7 @@ class Request:
     shared_argnums: ArgNums = ()
     microbatch_size: MicrobatchSize = None
     spmd_axis_name: str | Sequence[str] | None = None
+    param_specs: Any = None
     strategy: StrategyName = "auto"
     nonfinite: Nonfinite = "keep"
 
@@ -84,6 +85,11 @@ class Request:
                 )
             if len(set(self.axes)) < len(self.axes):
                 raise ArgumentError(f"spmd_axis_name={self.spmd_axis_name!r} names an axis twice.")
+        elif self.param_specs is not None:
+            raise ArgumentError(
+                "param_specs says how parameters are sharded over the axes of the batch, which "
+                "spmd_axis_name must name: spmd_axis_name='data'."
+            )
         _as_forced(self.strategy)
         if self.nonfinite not in get_args(Nonfinite):
             raise ArgumentError(f"nonfinite must be 'keep' or 'drop', not {self.nonfinite!r}.")

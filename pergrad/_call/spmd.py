@@ -1,13 +1,20 @@
 """One call on several devices: every device works on its own examples, and only statistics travel.
 
 The whole call runs under `jax.shard_map`, which is manual over the axes of the batch. So trace, cut,
-plan and run know the device's own examples alone. An accumulator's result leaves each device as that
-device's part (`Accumulator.part_of_all`). The parts are added up outside the `shard_map`, where XLA may
-choose how: a device that keeps a shard of the sum need not hold all of it. Per-example results stay on
-the devices of their examples.
+plan and run know the device's own examples alone. Per-example results stay on the devices of their
+examples.
+
+A parameter that is sharded over the axes of the batch (FSDP) enters as this device's shard. It is
+gathered where it is used (`_trace/gathers`), and its statistics leave as shards (`_run/shards`).
+
+Of any other parameter, an accumulator's result leaves each device as that device's part
+(`Accumulator.part_of_all`). The parts are added up outside the `shard_map`, where XLA may choose how: a
+device that keeps a shard of the sum need not hold all of it. Some parts need a sum over devices
+themselves. If that sum is the result of another statistic, it leaves each device whole
+(`Accumulator.holds`): the mean that a variance is centred on.
 
 The other axes of the mesh stay automatic: XLA divides the work along them, following the shardings of
-the parameters. Parameters that are sharded over the axes of the batch are gathered when the call begins.
+the parameters.
 """
 
 from __future__ import annotations
@@ -18,20 +25,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pergrad import _compat
 from pergrad._call.arguments import roles_of
+from pergrad._call.arrays import Arguments
 from pergrad._call.call import Call
-from pergrad._call.mesh import devices_of, explicit_axes, find_mesh
+from pergrad._call.mesh import devices_of, explicit_axes, find_mesh, shards_of, spec_of_shard
 from pergrad._call.request import Request
-from pergrad._ir import Devices
+from pergrad._call.varying import run_varying, varying_axes
+from pergrad._ir import without_axes
 from pergrad._plan import Plan
 from pergrad._run import Given
-from pergrad._statistics import Accumulator, Layout, Statistic
+from pergrad._statistics import Accumulator, Layout, Statistic, holders
 
 
 def run(
@@ -46,7 +54,11 @@ def run(
     call = Call(request, args, kwargs)
     weights, given = call.checked(example_weights, direction, max_norm)
     with _compat.newer_jax_explained():
-        return (_Spread(call) if request.axes else call).run(weights, given)
+        if request.axes:
+            return _Spread(call).run(weights, given)
+        if axes := varying_axes(call, weights, given):
+            return run_varying(call, weights, given, axes)
+        return call.run(weights, given)
 
 
 def plan(
@@ -90,11 +102,11 @@ class _Spread:
     """A call of the whole batch, spread over several devices."""
 
     def __init__(self, call: Call) -> None:
-        self.call, self.axes = call, call.request.axes
-        self.leaves, self.tree = jax.tree.flatten((tuple(call.args), dict(call.kwargs)))
-        self.mesh = find_mesh(self.axes, self.leaves)
+        self.call, self.axes, self.arguments = call, call.request.axes, Arguments.of(call)
+        self.mesh = find_mesh(self.axes, self.arguments.leaves)
         self.devices = devices_of(self.mesh, self.axes, call.size)
         self.explicit = explicit_axes(self.mesh)
+        self.shards = shards_of(call, self.mesh, self.devices)
 
     def local_call(self) -> Call:
         """The call of one device, with shapes in place of arrays."""
@@ -106,32 +118,24 @@ class _Spread:
     def run(self, weights: jax.Array | None, given: Given) -> Any:
         """The value and the results of all statistics, as `Call.run` returns them on one device."""
         request = self.call.request
-        is_array_at = [isinstance(x, (jax.Array, np.ndarray)) for x in self.leaves]
-
-        def arrays_among(leaves: Sequence[Any]) -> list[Any]:
-            return [x for x, is_array in zip(leaves, is_array_at, strict=True) if is_array]
-
-        def call_with(arrays: Sequence[Any], devices: Devices) -> Call:
-            own = iter(arrays)
-            pairs = zip(self.leaves, is_array_at, strict=True)
-            args, kwargs = self.tree.unflatten([next(own) if a else x for x, a in pairs])
-            return Call(request, args, kwargs, devices)
 
         def on_each(arrays: Sequence[Any], weights: Any, given: Given) -> Any:
-            value, results = call_with(arrays, self.devices).run(weights, given)
-            return value, jax.tree.map(lambda s, x: s.as_part(x, self.devices), request.stats, results)
+            call = self.arguments.call_with(arrays, self.devices, self.shards)
+            value, results = call.run(weights, given)
+            return value, jax.tree.map(self._with_axis_of_parts, request.stats, results)
 
         def on_all(arrays: Sequence[Any], weights: Any, given: Given) -> Any:
+            of_arrays = self.arguments.arrays_among(self._specs_of_leaves())
             mapped = jax.shard_map(
                 on_each,
                 mesh=None if self.explicit else self.mesh,
-                in_specs=(arrays_among(self._specs_of_leaves()), P(self.axes), P()),
+                in_specs=(of_arrays, P(self.axes), self._specs_of_given(given)),
                 out_specs=self._out_specs(),
                 axis_names=set(self.axes),
                 check_vma=False,
             )
             value, results = mapped(arrays, weights, given)
-            return value, self._added_up(call_with(arrays, Devices()), results)
+            return value, self._added_up(self.arguments.call_with(arrays).params, results)
 
         everywhere: Callable[..., Any] = jax.jit(on_all)
         if self.explicit:
@@ -139,28 +143,94 @@ class _Spread:
             everywhere = jax.sharding.auto_axes(
                 everywhere, axes=self.explicit, out_sharding=out_sharding
             )
-        return everywhere(arrays_among(self.leaves), weights, given)
+        return everywhere(self.arguments.arrays, weights, given)
+
+    def _specs_of_params(self) -> list[P]:
+        """The spec of each parameter along the axes of the batch."""
+        pairs = zip(self.call.params, self.shards, strict=True)
+        return [spec_of_shard(shard, len(x.shape)) for x, shard in pairs]
+
+    def _specs_of_given(self, given: Given) -> Any:
+        """The specs of what the caller passes for each parameter: directions are divided like it.
+
+        Several directions have one more axis in front.
+        """
+        if given.directions is None:
+            return P()
+        own = zip(given.directions, self.call.params, self._specs_of_params(), strict=True)
+        specs = [spec if v.ndim == len(x.shape) else P(None, *spec) for v, x, spec in own]
+        everywhere: Any = P()
+        return Given(specs, everywhere)
 
     def _specs_of_leaves(self) -> list[P]:
-        """The spec of each leaf of the arguments: only those of the batch are divided among devices."""
+        """The spec of each leaf of the arguments: parameters and batch may be divided among devices."""
+        roles, is_spec = self.call.roles, lambda x: isinstance(x, P)
+        params = self.call.params_tree.unflatten(self._specs_of_params())
+        own = dict(zip(roles.argnums, params, strict=True))
         args = [
-            jax.tree.map(lambda _, n=n: P(self.axes) if n in self.call.roles.batch_argnums else P(), arg)
-            for n, arg in enumerate(self.call.args)
+            own.get(n, jax.tree.map(lambda _, n=n: P(self.axes) if n in roles.batch_argnums else P(), x))
+            for n, x in enumerate(self.call.args)
         ]
         kwargs = jax.tree.map(lambda _: P(), self.call.kwargs)
-        return jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, P))
+        return jax.tree.leaves((args, kwargs), is_leaf=is_spec)
 
     def _out_specs(self) -> Any:
         """The specs of a device's results.
 
-        All results but single numbers have an axis in front: that of the examples, or that of the parts.
+        The parts of sums, and per-example results, have an axis in front: that of the parts, or that of
+        the examples.
         """
-        many, request = P(self.axes), self.call.request
-        stats = jax.tree.map(lambda s: P() if s.layout is Layout.NUMBER else many, request.stats)
-        return (P(), many) if request.has_aux else P(), stats
+        many, request, own = P(self.axes), self.call.request, self._specs_of_params()
 
-    def _added_up(self, call: Call, results: Any) -> Any:
-        """The results, from the parts of all devices.
+        def of(statistic: Statistic) -> Any:
+            if isinstance(statistic, Accumulator):
+                # The spec of a parameter that is not divided names no axis.
+                return self._each(
+                    statistic, lambda k, x: many if self._is_part(statistic, k, x) else own[k]
+                )
+            return P() if statistic.layout is Layout.NUMBER else many
+
+        return (P(), many) if request.has_aux else P(), jax.tree.map(of, request.stats)
+
+    def _each(self, statistic: Accumulator, of: Callable[..., Any], *results: Any) -> Any:
+        """A tree like the result of an accumulator, with what the function `of` returns for each array.
+
+        `of` gets the number of the parameter, the shape and dtype of the array in the result for the
+        whole batch, and the array in each of the `results`. The tree has None for parameters that the
+        accumulator does not select.
+        """
+        tree = jax.tree.structure(self.call.like_params(self.call.params))
+        params = zip(self.call.params, *map(tree.flatten_up_to, results), strict=True)
+        return tree.unflatten(
+            [
+                jax.tree.map(functools.partial(of, k), _shapes(statistic, param), *own)
+                if statistic.selects(self.call.paths[k])
+                else None
+                for k, (param, *own) in enumerate(params)
+            ]
+        )
+
+    def _is_part(self, statistic: Accumulator, k: int, like: Any) -> bool:
+        """Whether devices have parts of an array of a result for parameter number `k`, to be added up.
+
+        Otherwise they have shards of it or, if another accumulator holds it, all of it.
+        """
+        if self.shards[k].is_whole:
+            return statistic not in holders(self.call.wanted[k])
+        return like.shape != self.call.params[k].shape
+
+    def _with_axis_of_parts(self, statistic: Statistic, result: Any) -> Any:
+        """A device's result, in which an axis of length 1 is in front of its parts of sums."""
+        if not isinstance(statistic, Accumulator):
+            return result
+        return self._each(
+            statistic,
+            lambda k, like, x: x[None] if self._is_part(statistic, k, like) else x,
+            result,
+        )
+
+    def _added_up(self, params: Sequence[jax.Array], results: Any) -> Any:
+        """The results, from the parts and shards of all devices.
 
         A result shaped like a parameter gets the parameter's sharding. Under `jit` an automatic sharding
         is not known yet, so XLA is told that both are the same.
@@ -169,24 +239,16 @@ class _Spread:
         def of(statistic: Statistic, result: Any) -> Any:
             if not isinstance(statistic, Accumulator):
                 return result
-            params, tree = jax.tree.flatten(call.like_params(call.params))
-            results = tree.flatten_up_to(result)
-            return tree.unflatten(
-                [
-                    None
-                    if parts is None  # of a parameter that the statistic does not select
-                    else jax.tree.map(functools.partial(whole, x), _shapes(statistic, x), parts)
-                    for x, parts in zip(params, results, strict=True)
-                ]
-            )
+            return self._each(statistic, functools.partial(whole, statistic), result)
 
-        def whole(param: jax.Array, like: Any, parts: jax.Array) -> jax.Array:
-            x = jnp.sum(parts, axis=0).astype(like.dtype)
-            if self.explicit or x.shape != param.shape:
+        def whole(statistic: Accumulator, k: int, like: Any, x: jax.Array) -> jax.Array:
+            x = jnp.sum(x, axis=0) if self._is_part(statistic, k, like) else x
+            x = x.astype(like.dtype)
+            if self.explicit or x.shape != params[k].shape:
                 return x
-            return _sharded_like(lax.stop_gradient(param), x)
+            return _sharded_like(lax.stop_gradient(params[k]), x)
 
-        return jax.tree.map(of, call.request.stats, results)
+        return jax.tree.map(of, self.call.request.stats, results)
 
     def _out_sharding(self) -> Any:
         """The shardings of the results if the mesh has explicit axes."""
@@ -195,18 +257,14 @@ class _Spread:
 
         def of(statistic: Statistic) -> Any:
             if isinstance(statistic, Accumulator):
-                named = zip(call.paths, call.params, specs, strict=True)
-                return call.like_params(
-                    [like(statistic, *own) if statistic.selects(path) else None for path, *own in named]
-                )
+                return self._each(statistic, like)
             if statistic.layout is Layout.PER_EXAMPLE_LIKE_PARAMETERS:
-                own = [P(self.axes, *_without(spec, self.axes)) for spec in specs]
+                own = [P(self.axes, *without_axes(spec, self.axes)) for spec in specs]
                 return call.like_params([self._explicit(spec) for spec in own])
             return everywhere if statistic.layout is Layout.NUMBER else per_example
 
-        def like(statistic: Accumulator, param: Any, spec: P) -> Any:
-            own, shapes = self._explicit(spec), _shapes(statistic, param)
-            return jax.tree.map(lambda x: own if x.shape == param.shape else everywhere, shapes)
+        def like(k: int, x: Any) -> Any:
+            return self._explicit(specs[k]) if x.shape == call.params[k].shape else everywhere
 
         value = (everywhere, per_example) if call.request.has_aux else everywhere
         return value, jax.tree.map(of, call.request.stats)
@@ -214,7 +272,7 @@ class _Spread:
     def _explicit(self, spec: P) -> NamedSharding:
         """The sharding of this spec along the explicit axes alone."""
         others = [n for n in self.mesh.axis_names if n not in self.explicit]
-        return NamedSharding(self.mesh, P(*_without(spec, others)))
+        return NamedSharding(self.mesh, P(*without_axes(spec, others)))
 
 
 def _sharded_like(param: jax.Array, x: jax.Array) -> jax.Array:
@@ -232,13 +290,3 @@ def _shapes(statistic: Accumulator, param: Any) -> Any:
     """The shapes and dtypes of the statistic's result for a parameter."""
     like, count = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (param, jnp.zeros(())))
     return jax.eval_shape(lambda n: statistic.finish(statistic.init(like), n, like), count)
-
-
-def _without(spec: Any, axes: Sequence[str]) -> list[Any]:
-    """The entries of a spec, without these axes."""
-    kept = [[n for n in _names(entry) if n not in axes] for entry in spec]
-    return [tuple(names) or None for names in kept]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

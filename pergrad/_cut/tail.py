@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pergrad._compat import Atom, JaxprEqn, Var, aval
+from pergrad._compat import Atom, JaxprEqn, Var
 from pergrad._cut.steps import REPLACING, STEPS
 from pergrad._cut.terms import Term
 from pergrad._ir import Env, Weights, distinct, evaluate, evaluate_wide, nbytes, read, size, widen
@@ -66,10 +66,12 @@ class Tail:
         """The lengths of the loops that the tail stands in, the outermost first."""
         return tuple(level.length for level in reversed(self.levels))
 
-    def inward(self, param: int, v: jax.Array) -> jax.Array:
-        """The transpose of `outward`: <outward(x), v> = <x, inward(v)>."""
-        shape = (*self.lengths, *aval(self.grads[self.params.index(param)]).shape)
-        x = jax.ShapeDtypeStruct(shape, v.dtype)
+    def inward(self, param: int, v: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """The transpose of `outward`: <outward(x), v> = <x, inward(v)>.
+
+        `shape` is that of a gradient of this tail, or of a device's shard of it if `v` is a shard.
+        """
+        x = jax.ShapeDtypeStruct((*self.lengths, *shape), v.dtype)
         return jax.linear_transpose(lambda x: self.outward(param, x), x)(v)[0]
 
     def outward(self, param: int, x: jax.Array) -> jax.Array:

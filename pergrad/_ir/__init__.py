@@ -3,7 +3,8 @@
 In reading order: `backend` (what a kind of device can do), `numerics` (weigh, widen, add), `equations`
 (reading and running them), `primitives` (what each is), `dependence` (what depends on what), `loop` and
 `conditional` (a `scan` and a `cond` in words), `counts` (operations and bytes of equations), `devices`
-(sums over the devices that share a batch).
+(sums over the devices that share a batch), `shards` (arrays that are divided among them), `varying`
+(programs in a `shard_map` that checks along which mesh axes arrays vary).
 """
 
 from pergrad._ir import backend as backend
@@ -49,3 +50,8 @@ from pergrad._ir.primitives import LOOPS as LOOPS
 from pergrad._ir.primitives import ONE_TO_ONE as ONE_TO_ONE
 from pergrad._ir.primitives import Is as Is
 from pergrad._ir.primitives import those_that_are as those_that_are
+from pergrad._ir.shards import Division as Division
+from pergrad._ir.shards import Shard as Shard
+from pergrad._ir.shards import names_in as names_in
+from pergrad._ir.shards import without_axes as without_axes
+from pergrad._ir.varying import evaluate_varying as evaluate_varying

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
+from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Literal, Var
 from pergrad._ir.equations import Env, evaluate, programs, read
 from pergrad._ir.loop import Loop
@@ -104,7 +105,7 @@ def needed_places(
     kept = []
     for place in reversed(range(len(eqns))):
         eqn = eqns[place]
-        if eqn.effects or place in always or any(v in needed for v in eqn.outvars):
+        if _compat.has_effects(eqn) or place in always or any(v in needed for v in eqn.outvars):
             needed |= variables(eqn.invars)
             kept.append(place)
     return kept[::-1]
@@ -119,5 +120,5 @@ def evaluate_independent(eqns: Sequence[JaxprEqn], env: Env, moving: Collection[
         if eqn.primitive in ONE_TO_ONE:
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             env.update({out: read(env, v) for v, out in pairs if out not in moving})
-        elif not eqn.effects and not any(is_in(v, moving) for v in eqn.invars):
+        elif not _compat.has_effects(eqn) and not any(is_in(v, moving) for v in eqn.invars):
             evaluate([eqn], env)

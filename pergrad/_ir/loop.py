@@ -21,6 +21,7 @@ from pergrad._ir.equations import Env, starting_env
 from pergrad._ir.primitives import LOOPS
 
 T = TypeVar("T")
+Evaluate = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +67,14 @@ class Loop:
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         with _compat.at_line_of(self.eqn):
             return lax.scan(body, init, xs, **options)
+
+    def rebuilt(self, operands: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+        """The results of the loop, whose body is run by `evaluate(program, arguments)`."""
+        consts, init, xs = self.operands(operands)
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = evaluate(self.body, [*consts, *carry, *x])
+            return outs[: self.num_carry], outs[self.num_carry :]
+
+        ends, ys = self.run(body, init, xs)
+        return [*ends, *ys]

@@ -17,6 +17,7 @@ from pergrad._statistics import LeafStatistic, Phase, Quantity
 from pergrad._strategies import STRATEGIES, Materialise, Strategy, Summed, Work
 
 WAITING = (Phase.KEPT, Phase.BY_NORM)  # the phases that begin when norms are known
+SMALL = 0.4  # gradients that take so much of the memory of their factors may be kept in their place
 
 
 class Forced(NamedTuple):
@@ -138,12 +139,14 @@ def _choices(
 def _may_be_kept(tail: Tail, size: int, device: Backend) -> bool:
     """Whether the gradients of `size` examples may be kept until all norms are known.
 
-    They may if there is one example, or if they take no more memory than their factors, which would be
-    kept instead.
+    They may if there is one example, or if they take much less memory than their factors, which would be
+    kept instead. Convolutions have such gradients. Gradients of half the size are not worth it: their
+    factors are activations, which often stay in memory anyway. With them, clipping a transformer with
+    256 positions took 6% more time on the CPU and 29% more memory.
     """
     (units,) = units_of(tail, "example")
     work = Work.of(units, size, 1, device)
-    return size == 1 or size * work.gradient <= work.factors
+    return size == 1 or size * work.gradient <= SMALL * work.factors
 
 
 def _choose_for(

@@ -128,10 +128,10 @@ def _bytes_moved(cut: Cut, wanted: Sequence[Sequence[LeafStatistic]]) -> float:
     """p + 2 q: the bytes of parameters and states that every microbatch reads and writes."""
     lookups = (t for t in cut.all_tails() if t.terms and all(term.is_lookup for term in t.terms))
     tables = {param for tail in lookups for param in tail.params}
-    own = enumerate(zip(cut.program.params, wanted, cut.program.grads, strict=True))
+    own = enumerate(zip(wanted, cut.program.grads, strict=True))
     return sum(
-        counts.nbytes(param) + 2 * _bytes_of_states(statistics, grad)
-        for i, (param, statistics, grad) in own
+        counts.nbytes(grad) + 2 * _bytes_of_states(statistics, grad)  # a parameter is like its gradient
+        for i, (statistics, grad) in own
         if i not in tables
     )
 

@@ -25,6 +25,7 @@ from pergrad._cut import Cut, CutLoop, Examples, Part, Tail, positions_of
 from pergrad._ir import Env, evaluate, read, with_example_axis
 from pergrad._plan import Schedule, TailPlan, equations_of
 from pergrad._run.reduce import Reduction
+from pergrad._run.shards import Shards
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, Phase, Reading
 
@@ -35,19 +36,26 @@ Reducer = Callable[[Any, list[Any], list[Any], States, States], States]
 
 @dataclasses.dataclass(frozen=True)
 class InLoops:
-    """What the tails in loops need: the reducer of each, by the tail's number, and the weight `w`."""
+    """What the tails in loops need.
+
+    These are the reducer of each, by the tail's number, the weight `w`, and how devices divide the
+    gradients.
+    """
 
     reducers: Mapping[int, Reducer]
     w: jax.Array
+    shards: Shards
 
 
-def reducers_in_loops(schedule: Schedule, size: int, shared: float | None) -> dict[int, Reducer]:
+def reducers_in_loops(
+    schedule: Schedule, size: int, shared: float | None, shards: Shards
+) -> dict[int, Reducer]:
     """The reducers of all tails in loops, for `size` examples at once.
 
     `shared` is the weight of every example, or None if each example has its own.
     """
     make = _reducer_of_one if size == 1 else _reducer
-    return {t.tail.number: make(schedule, t, shared) for t in schedule.tails if t.tail.levels}
+    return {t.tail.number: make(schedule, t, shared, shards) for t in schedule.tails if t.tail.levels}
 
 
 def run_program(cut: Cut, env: Env, loops: InLoops, states: States, directions: States) -> States:
@@ -99,7 +107,7 @@ def _run_loop(cut_loop: CutLoop, env: Env, loops: InLoops, states: States, direc
         results = run_backbone(part, inner, loops, states, directions)
         for tail in part.tails:
             factors, constants = ([inner[v] for v in vs] for vs in (tail.factors, tail.constants))
-            so_far, towards = states.of(tail.params), directions.of(tail.params)
+            so_far, towards = states.of(tail.params), loops.shards.gathered(directions, tail)
             results |= loops.reducers[tail.number](loops.w, factors, constants, so_far, towards)
         outs = [read(inner, loop.body.jaxpr.outvars[k]) for k in outputs]
         new = States({key: results[key] for key in of_all_rounds})
@@ -127,7 +135,7 @@ def _with_round(x: jax.Array, number: jax.Array, new: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x, new, number, 0) if x.shape[0] > 0 else x
 
 
-def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
+def _reducer(schedule: Schedule, t: TailPlan, shared: float | None, shards: Shards) -> Reducer:
     """A tail in a loop, as a call whose batching rule reduces over the examples."""
 
     @custom_vmap
@@ -136,7 +144,7 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
     ) -> States:
         # This body never runs, because the weight always has the example axis. JAX traces it to learn
         # the shapes of the results.
-        return States({key: _like_result(t.tail, key, directions.get(key)) for key in _keys(t)})
+        return States({key: _like_result(t.tail, key, directions.get(key), shards) for key in _keys(t)})
 
     @reduce.def_vmap
     def rule(
@@ -150,7 +158,7 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
     ) -> tuple[States, Any]:
         factors = [with_example_axis(x, b, size) for x, b in zip(factors, batched[1], strict=True)]
         examples = Examples(size, w if shared is None else shared, factors, constants)
-        results = _reduced(schedule, t, examples, states, directions)
+        results = _reduced(schedule, t, examples, states, directions, shards)
         has_axis = {
             key: jax.tree.map(lambda _, s=key[1]: not s.accumulates, x) for key, x in results.items()
         }
@@ -159,7 +167,7 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
     return reduce
 
 
-def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Reducer:
+def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None, shards: Shards) -> Reducer:
     """A tail in a loop, as a call that reduces over one example, whose arrays have no example axis."""
 
     def reduce(
@@ -167,7 +175,7 @@ def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None) -> Re
     ) -> States:
         in_front = [jnp.expand_dims(x, 0) for x in factors]
         examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
-        results = _reduced(schedule, t, examples, states, directions)
+        results = _reduced(schedule, t, examples, states, directions, shards)
         return results.accumulators | {key: x[0] for key, x in results.per_example.items()}
 
     return reduce
@@ -179,8 +187,9 @@ def _reduced(
     examples: Examples,
     states: States,
     directions: States,
+    shards: Shards,
 ) -> States:
-    reduction = Reduction(t, examples, directions, schedule.paths)
+    reduction = Reduction(t, examples, directions, schedule.paths, shards=shards)
     results = reduction.run(t.of(Phase.FIRST), states)
     return States({key: results[key] for key in _keys(t)})
 
@@ -192,11 +201,11 @@ def _keys(t: TailPlan) -> list[Key]:
     return [key for key in keys if key in made]
 
 
-def _like_result(tail: Tail, key: Key, direction: Any) -> Any:
+def _like_result(tail: Tail, key: Key, direction: Any, shards: Shards) -> Any:
     """Zeros shaped like the state of an accumulator, or like the value of a reading."""
     param, statistic = key
     place = tail.params.index(param)
-    like = aval(tail.grads[place])
+    like = shards.like(param, statistic, aval(tail.grads[place]))
     if isinstance(statistic, Accumulator):
         return statistic.init(like)
     assert isinstance(statistic, Reading)

@@ -16,6 +16,7 @@ from pergrad._ir import Devices, evaluate_independent, needed_equations
 from pergrad._plan import Schedule
 from pergrad._run.microbatches import SCOPE, Outcome
 from pergrad._run.reduce import Reduction
+from pergrad._run.shards import Shards
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, Phase
 
@@ -43,16 +44,26 @@ class Block(NamedTuple):
     factors: dict[int, list[jax.Array]]
 
 
-def part_of_all(outcome: Outcome, devices: Devices) -> Outcome:
-    """The outcome, in which every accumulator has this device's part of the state of all devices."""
+def part_of_all(outcome: Outcome, devices: Devices, shards: Shards) -> Outcome:
+    """The outcome, in which every accumulator has this device's part of the state of all devices.
+
+    States that are divided have been added up already. Of a parameter that is not divided, a state that
+    another one holds is that of all devices, on each of them.
+    """
     if not devices.axes:
         return outcome
     parts: dict[Key, Any] = {
         (param, s): s.part_of_all(x, devices)
         for (param, s), x in outcome.states.items()
-        if isinstance(s, Accumulator)
+        if isinstance(s, Accumulator) and not shards.divides(param, s)
     }
-    return outcome._replace(states=outcome.states | parts)
+    held: dict[Key, Any] = {
+        (param, s.holds): s.held(x)
+        for (param, s), x in parts.items()
+        if isinstance(s, Accumulator) and s.holds and (param, s.holds) in parts
+        if param not in shards.params
+    }
+    return outcome._replace(states=outcome.states | parts | held)
 
 
 @jax.named_scope(SCOPE)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pergrad._compat import aval
 from pergrad._cut import Cut, Examples
 from pergrad._ir import Weights, read
 from pergrad._plan import Schedule
@@ -29,6 +30,7 @@ from pergrad._run.backbone import InLoops, reducers_in_loops, run_program
 from pergrad._run.by_norm import means_by_norm
 from pergrad._run.finite import finite_examples
 from pergrad._run.reduce import Reduction, empty_states
+from pergrad._run.shards import Shards
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, Phase
 
@@ -47,6 +49,7 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
+WHOLE = Shards()
 
 
 class Outcome(NamedTuple):
@@ -72,15 +75,17 @@ def run(
     examples: Sequence[Any],
     w: Weights,
     given: Given = NOTHING,
+    shards: Shards = WHOLE,
 ) -> Outcome:
     """Runs all phases of the schedule but the last for the examples, whose leaves are [B, ...].
 
     `w` is each example's share of the batch: [B], or one number for all. If examples are dropped, the
-    states are those for the shares of the others, which then do not add up to 1.
+    states are those for the shares of the others, which then do not add up to 1. `shards` says how
+    devices divide the parameters, and the directions with them.
     """
-    directions = _directions(schedule, params, given.directions)
-    microbatch = _Microbatch(cut, schedule, params, directions, given.max_norms)
-    states = _starting_states(schedule)
+    directions = _directions(cut, schedule, given.directions, shards)
+    microbatch = _Microbatch(cut, schedule, params, directions, given.max_norms, shards)
+    states = _starting_states(schedule, shards)
     rounds = schedule.microbatches
     if rounds == 1:
         return microbatch.run(examples, w, states)
@@ -109,7 +114,7 @@ def run(
     return out._replace(states=states | out.states)
 
 
-def _starting_states(schedule: Schedule) -> States:
+def _starting_states(schedule: Schedule, shards: Shards) -> States:
     """Empty states for all accumulators if a loop over microbatches carries them.
 
     Without such a loop, accumulators start without a state, so that JAX need not trace an addition of 0.
@@ -119,26 +124,28 @@ def _starting_states(schedule: Schedule) -> States:
         for t in schedule.tails:
             running = t.statistics(Phase.FIRST, Phase.KEPT, Phase.BY_NORM)
             accumulators = [s for s in running if isinstance(s, Accumulator)]
-            states |= empty_states(t, accumulators, schedule.paths)
+            states |= empty_states(t, accumulators, schedule.paths, shards)
     return states
 
 
-def _directions(schedule: Schedule, params: Sequence[Any], directions: Sequence[Any] | None) -> States:
+def _directions(
+    cut: Cut, schedule: Schedule, directions: Sequence[Any] | None, shards: Shards
+) -> States:
     """What statistics need beside gradients, for each parameter, as the direction of a call.
 
-    In a tail in loops it is laid out like the gradient inside the loops. The axis of several directions
-    then stands behind the axes of the loops.
+    In a tail in loops, a direction is laid out like the gradient inside the loops. The axis of several
+    directions then stands behind the axes of the loops.
     """
     found: dict[Key, Any] = {}
     for t in schedule.tails:
         for param, statistic in itertools.product(t.tail.params, t.statistics(Phase.FIRST)):
-            direction = None if directions is None else directions[param]
-            own = statistic.towards(schedule.paths[param], params[param], direction)
-            if own is not None and t.tail.levels:
-                inward = functools.partial(t.tail.inward, param)
-                if own.ndim > params[param].ndim:
+            like, direction = aval(cut.program.grads[param]), None
+            if directions is not None and statistic.takes_direction:
+                inward = functools.partial(shards.inward, t.tail, param)
+                if directions[param].ndim > len(like.shape):
                     inward = jax.vmap(inward, out_axes=len(t.tail.levels))
-                own = inward(own)
+                direction = inward(directions[param])
+            own = statistic.towards(schedule.paths[param], like, direction)
             if own is not None:
                 found[param, statistic] = own
     return States(found)
@@ -152,6 +159,7 @@ class _Microbatch(NamedTuple):
     params: Sequence[Any]
     directions: States
     max_norms: Sequence[Any] | None
+    shards: Shards
 
     def run(self, examples: Sequence[Any], w: Weights, states: States) -> Outcome:
         """The outcome for these examples. Accumulators continue from `states`."""
@@ -165,9 +173,10 @@ class _Microbatch(NamedTuple):
             Reduction(
                 schedule.tails[tail.number],
                 Examples(size, w, factors, constants),
-                self.directions,
+                self.shards.gathered(self.directions, tail),
                 schedule.paths,
                 weighed,
+                self.shards,
             )
             for tail, (factors, constants) in zip(cut.tails, inputs, strict=True)
         ]
@@ -200,11 +209,12 @@ class _Microbatch(NamedTuple):
         """Losses, leaves of aux, results of tails in loops, and factors and constants of other tails."""
         cut, program, size = self.cut, self.cut.program, examples[0].shape[0]
         shared = None if isinstance(w, jax.Array) else w
-        reducers = reducers_in_loops(self.schedule, size, shared)
+        reducers = reducers_in_loops(self.schedule, size, shared, self.shards)
 
         def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
             env = program.starting_env(self.params, example, start)
-            results = run_program(cut, env, InLoops(reducers, w), states, self.directions)
+            loops = InLoops(reducers, w, self.shards)
+            results = run_program(cut, env, loops, states, self.directions)
             factors = [[env[v] for v in tail.factors] for tail in cut.tails]
             constants = [[env[v] for v in tail.constants] for tail in cut.tails]
             aux = [read(env, v) for v in program.aux]

@@ -13,8 +13,9 @@ from pergrad._compat import Var, aval
 from pergrad._cut import Examples, Tail, Units
 from pergrad._ir import weigh
 from pergrad._plan import Choice, TailPlan, keys_of
+from pergrad._run.shards import Shards
 from pergrad._run.states import Key, States
-from pergrad._statistics import Accumulator
+from pergrad._statistics import Accumulator, holders
 from pergrad._strategies import Job
 
 NAMED = 3  # how many of its parameters the name of a tail has at most
@@ -27,7 +28,7 @@ class Reduction:
     `directions` has what statistics need beside gradients, as the direction of a call, laid out like the
     gradients of the tail. `paths` are the names of all parameters. `weighed` are the variables that
     carry the weight of an example as a factor, which are none if the backward pass started from 1.
-    `_units` keeps the units that have been made.
+    `shards` says how devices divide the gradients. `_units` keeps the units that have been made.
     """
 
     plan: TailPlan
@@ -35,20 +36,34 @@ class Reduction:
     directions: States
     paths: Sequence[str]
     weighed: Collection[Var] = ()
+    shards: Shards = dataclasses.field(default_factory=Shards)
     _units: dict[Units, Examples] = dataclasses.field(default_factory=dict)
 
     def run(self, choices: Sequence[Choice], states: States) -> States:
         """The new states of the choices' accumulators, and the values of their other statistics.
 
         An accumulator continues from its entry in `states`, if there is one. Several choices may feed
-        the same accumulator, each with another kind of units.
+        the same accumulator, each with another kind of units. A divided state that another one holds is
+        read off there, so that devices add it up once.
         """
         results: dict[Key, Any] = {}
+        held = self._held(choices)
         for choice in choices:
-            keys = self.keys(choice)
+            keys = [key for key in self.keys(choice) if key not in held]
             starts = {key: results[key] if key in results else states.get(key) for key in keys}
-            results |= self.feed(choice, starts, self._seen_by(choice))
-        return States(results)
+            if keys:
+                results |= self.feed(choice, starts, self._seen_by(choice))
+        return States(results | {key: by[1].held(results[by]) for key, by in held.items()})
+
+    def _held(self, choices: Sequence[Choice]) -> dict[Key, tuple[int, Accumulator]]:
+        """The divided states that another state of these choices holds, and which one that is."""
+        own = {statistic for choice in choices for statistic in choice.statistics}
+        return {
+            (param, held): (param, by)
+            for held, by in holders(own).items()
+            for param in self.plan.tail.params
+            if self.shards.of_state((param, held))
+        }
 
     def keys(self, choice: Choice) -> list[Key]:
         """The pairs of a parameter and a statistic that a choice computes."""
@@ -61,18 +76,27 @@ class Reduction:
         `examples` are the units that the strategy sees, and `starts` has the state of each key so far.
         """
         tail = choice.units.tail
-        jobs = [
-            Job(tail.params.index(param), statistic, state, self.directions.get((param, statistic)))
-            for (param, statistic), state in starts.items()
-        ]
+        jobs = [self._job(tail, key, state) for key, state in starts.items()]
         with jax.named_scope(self.name), jax.named_scope(str(choice.strategy)):
-            made = choice.strategy.reduce(tail, jobs, examples)
-        return {key: self._laid_out(key, x) for key, x in zip(starts, made, strict=True)}
+            made = choice.strategy.reduce_on_devices(tail, jobs, examples)
+        triples = zip(starts.items(), jobs, made, strict=True)
+        return {key: self._result(job, state, x) for (key, state), job, x in triples}
 
-    def _laid_out(self, key: Key, made: Any) -> Any:
-        """What a strategy has made. The values of positions [B T, ...] get axes of both, [B, T, ...]."""
-        _, statistic = key
-        if statistic.unit != "position":
+    def _job(self, tail: Tail, key: Key, state: Any) -> Job:
+        """The job of a strategy. A state that devices divide begins with these examples."""
+        (param, statistic), shard = key, self.shards.of_state(key)
+        place, direction = tail.params.index(param), self.directions.get(key)
+        return Job(place, statistic, None if shard else state, direction, shard)
+
+    def _result(self, job: Job, state: Any, made: Any) -> Any:
+        """What is left of what a strategy has made.
+
+        A shard is merged with the state so far. The values of positions [B T, ...] get axes of both,
+        [B, T, ...].
+        """
+        if job.shard is not None:
+            return job.statistic.from_quantity(state, made)
+        if job.statistic.unit != "position":
             return made
         return made.reshape(self.examples.size, -1, *made.shape[1:])
 
@@ -128,12 +152,14 @@ def _name_of(tail: Tail, paths: Sequence[str]) -> str:
     return f"tail[{', '.join(names)}{f' and {others} more' if others else ''}]"
 
 
-def empty_states(plan: TailPlan, accumulators: Collection[Accumulator], paths: Sequence[str]) -> States:
+def empty_states(
+    plan: TailPlan, accumulators: Collection[Accumulator], paths: Sequence[str], shards: Shards
+) -> States:
     """The states before the first example. A tail in loops has one state for each of their rounds."""
     tail = plan.tail
 
     def empty(place: int, accumulator: Accumulator) -> Any:
-        state = accumulator.init(aval(tail.grads[place]))
+        state = accumulator.init(shards.like(tail.params[place], accumulator, aval(tail.grads[place])))
         if not tail.levels:
             return state
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*tail.lengths, *x.shape)), state)

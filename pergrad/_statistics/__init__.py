@@ -21,6 +21,7 @@ from pergrad._statistics.base import State as State
 from pergrad._statistics.base import Statistic as Statistic
 from pergrad._statistics.base import Unit as Unit
 from pergrad._statistics.base import WeightedSum as WeightedSum
+from pergrad._statistics.base import holders as holders
 from pergrad._statistics.by_norm import ClippedMean as ClippedMean
 from pergrad._statistics.by_norm import WeightedMean as WeightedMean
 from pergrad._statistics.combine import all_combine as all_combine

@@ -12,7 +12,7 @@ A statistic of an example's whole gradient is made of such leaves.
 Strategies, plan and run know these kinds, but no single statistic. They ask the statistic when it is
 computed (`phase`), what its units are (`unit`), which quantity can take the place of the gradients
 themselves (`quantity`), which axes its result has (`layout`), and how the parts of several devices and
-the results of several batches become one (`part_of_all`, `merging`).
+the results of several batches become one (`part_of_all`, `shard_of_all`, `merging`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import Devices, Weights, added
+from pergrad._ir import Devices, Shard, Weights, added
 
 State = Any
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -171,10 +171,6 @@ class Statistic:
         """The result of the statistic, from all that a call knows of its examples."""
         return self.of_leaves(seen.leaves_of(self), seen.like_params)
 
-    def as_part(self, result: Any, devices: Devices) -> Any:
-        """This device's part of the result, with the axis along which the parts are joined."""
-        return result
-
 
 @dataclasses.dataclass(frozen=True)
 class LeafStatistic(Statistic):
@@ -285,6 +281,19 @@ class Accumulator(LeafStatistic, abc.ABC):
     def add_all(self, state: State, gs: jax.Array, w: Weights) -> State:
         """The state after the gradients `gs` [B, ...]. Their weights `w` are [B], or one for all."""
 
+    @property
+    def holds(self) -> Accumulator | None:
+        """Another accumulator of the same gradients, whose state can be read off this one's."""
+        return None
+
+    def held(self, state: State) -> State:
+        """The state of the accumulator that this one holds, from its own state.
+
+        `state` is a shard of the state of all devices, or what `part_of_all` returned. Of the latter all
+        devices read the same, which is the state of all of them.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def part_of_all(self, state: State, devices: Devices) -> State:
         """This device's part of the state of all `devices`.
@@ -292,6 +301,22 @@ class Accumulator(LeafStatistic, abc.ABC):
         The results that `finish` makes from the parts of all devices add up to the result for the whole
         batch. The leaves of a state may have the lengths of loops in front.
         """
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether devices can divide the state among them as they divide the parameter.
+
+        Each entry of the parameter must have entries of its own in the state.
+        """
+        return False
+
+    def shard_of_all(self, state: State, shard: Shard) -> State:
+        """This device's shard of the state of all devices, if the state can be divided.
+
+        `state` is that of this device's examples, for the whole parameter, which the devices divide as
+        `shard` says. `from_quantity` merges the shards of several batches.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
@@ -328,11 +353,19 @@ class Accumulator(LeafStatistic, abc.ABC):
         return None
 
     def as_part(self, result: Any, devices: Devices) -> Any:
-        return jax.tree.map(lambda x: x[None], result)
+        """This device's part of the result, from what `finish` made of its part of the state."""
+        return result
 
     def read_out(self, value: Any, source: Source) -> Any:
         result = self.finish(value, source.units, source.like)
         return source.outward(result) if source.loops else result
+
+
+def holders(statistics: Collection[LeafStatistic]) -> dict[Accumulator, Accumulator]:
+    """Which of these accumulators another one of them holds, and which one that is."""
+    accumulators = [statistic for statistic in statistics if isinstance(statistic, Accumulator)]
+    found = {by.holds: by for by in accumulators if by.holds is not None}
+    return {held: by for held, by in found.items() if held in accumulators}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,6 +399,13 @@ class WeightedSum(Accumulator, abc.ABC):
 
     def reweighed(self, state: State, factor: jax.Array) -> State:
         return state * factor.astype(state.dtype)
+
+    @property
+    def can_be_divided(self) -> bool:
+        return True
+
+    def shard_of_all(self, state: State, shard: Shard) -> State:
+        return shard.add(state)
 
 
 @dataclasses.dataclass(frozen=True)

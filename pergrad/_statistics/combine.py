@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pergrad import _compat
 from pergrad._errors import ArgumentError
 from pergrad._ir import accumulation_dtype, weigh
 from pergrad._statistics.base import Merging, Statistic
@@ -65,7 +66,7 @@ def all_combine(stats: Any, result: Any, axis_name: Any) -> Any:
         stats,
         [result],
         lambda xs: lax.psum(xs[0], axis_name),
-        lambda xs: lax.all_gather(xs[0], axis_name, tiled=True),
+        lambda xs: _compat.all_gather_for_all(xs[0], axis_name),
     ).merged()
 
 

@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pergrad._errors import ArgumentError
-from pergrad._ir import Devices, Weights, accumulation_dtype, added, total, weigh, weighted_sum
+from pergrad._ir import (
+    Devices,
+    Shard,
+    Weights,
+    accumulation_dtype,
+    added,
+    total,
+    weigh,
+    weighted_sum,
+)
 from pergrad._statistics.base import (
     Accumulator,
     Layout,
@@ -281,7 +290,34 @@ class Variance(Accumulator):
         share = devices.add(s)
         over = _positive(share).reshape(s.shape + (1,) * (mean_s.ndim - s.ndim))
         mean = devices.add(weigh(mean_s, s)) / over
-        return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)
+        return share, mean, m2_s + weigh(jnp.square(mean_s - mean), s)
+
+    @property
+    def holds(self) -> Accumulator:
+        return Mean(per=self.per)
+
+    def held(self, state: State) -> State:
+        share, mean, _ = state
+        return weigh(mean, share)
+
+    @property
+    def can_be_divided(self) -> bool:
+        return True
+
+    def shard_of_all(self, state: State, shard: Shard) -> State:
+        # As `part_of_all`, for the devices along one division after the other. They exchange the pieces
+        # of their means, so that each device has those [n, ...] of its own shard.
+        for division in shard.divisions:
+            s, mean_s, m2_s = state
+            shares, means = lax.all_gather(s, division.axes), division.exchange(mean_s)
+            share = jnp.sum(shares)
+            mean = mean_of(weighted_sum(means, shares), share)
+            m2 = division.add(m2_s) + weighted_sum(jnp.square(means - mean[None]), shares)
+            state = share, mean, m2
+        if not shard.others.axes:
+            return state
+        share, mean, m2 = self.part_of_all(state, shard.others)
+        return share, mean, shard.others.add(m2)
 
     def finish(self, state: State, count: jax.Array, like: Shaped) -> Any:
         _, _, m2 = state
@@ -394,7 +430,7 @@ class Fold(Accumulator):
         return devices.merge(lambda a, b: self._checked("merge", merge(a, b), a), state)
 
     def as_part(self, result: Any, devices: Devices) -> Any:
-        return super().as_part(devices.only_first(result), devices)
+        return devices.only_first(result)
 
     def _checked(self, who: str, new: Any, old: Any) -> Any:
         """The new state. Raises an error unless it has the tree, shapes and dtypes of the old one."""

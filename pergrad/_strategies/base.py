@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pergrad._compat import aval
 from pergrad._cut import Examples, Tail
-from pergrad._ir import Weights
+from pergrad._ir import Shard, Weights
 from pergrad._statistics import Accumulator, LeafStatistic, State
 from pergrad._strategies.work import Work
 
@@ -20,13 +20,15 @@ class Job:
 
     `place` is the place of the parameter's gradient among the tail's gradients. `state` is the state of
     an accumulator so far, or None if there is none yet. `direction` is the direction of the call, or
-    None if the call has none.
+    None if the call has none. `shard` says how devices divide the state of the accumulator; None if each
+    has all of it.
     """
 
     place: int
     statistic: LeafStatistic
     state: State | None = None
     direction: Any = None
+    shard: Shard | None = None
 
     def accumulator_and_state(self, tail: Tail) -> tuple[Accumulator, State]:
         """The statistic, and its state so far. Before the first gradient that is an empty state."""
@@ -41,6 +43,13 @@ class Job:
     def from_quantity(self, value: Any) -> Any:
         """The new state, or the values of all examples, from the statistic's `Quantity`."""
         return self.statistic.from_quantity(self.state, value)
+
+    def shard_of_all(self, made: Any) -> Any:
+        """What a device keeps of what it has made of its own examples."""
+        if self.shard is None:
+            return made
+        assert isinstance(self.statistic, Accumulator)
+        return self.statistic.shard_of_all(made, self.shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +76,19 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
-        """For every job the new state of its accumulator, or the values of all examples."""
+        """For every job the new state of its accumulator, or the values of all examples.
+
+        If devices share the examples, these are the results for this device's examples.
+        """
+
+    def reduce_on_devices(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        """As `reduce`, but if devices divide a state, this device's shard of the state of all devices.
+
+        A job whose state is divided has no state so far.
+        """
+        own = [dataclasses.replace(job, shard=None) for job in jobs]
+        made = self.reduce(tail, own, examples)
+        return [job.shard_of_all(x) for job, x in zip(jobs, made, strict=True)]
 
     @abc.abstractmethod
     def seconds(self, work: Work, statistic: LeafStatistic) -> float:

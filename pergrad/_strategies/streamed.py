@@ -14,6 +14,11 @@ If the gradient and the states of its statistics do not fit into the cache, all 
 memory for every example. So a large gradient is divided into blocks (`block`), one after the other. For
 each block there is a loop over all examples, in which the block and its part of the states stay in the
 cache. The products are the same, and each state is read and written only once.
+
+If devices divide the states, each device keeps its shard of the states of a block before the next block
+begins, so that whole states never exist. A block then has columns of every device's shard: with n shards
+of d columns it has the columns k d + first, ..., k d + first + length - 1 for all k < n, and a device
+keeps those of its own k.
 """
 
 from __future__ import annotations
@@ -101,6 +106,18 @@ class Streamed(FormingStrategy):
         at_a_time = at_a_time or (_liked_at_a_time(work) if block is None else 1)
         return Streamed(max(1, min(at_a_time, work.size)), work.device.batches_products, block)
 
+    def reduce_on_devices(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        # In a loop over layers the states are those of one layer. All blocks of them are added up in one
+        # operation, which runs beside other work.
+        if self._axis(tail, jobs) is None or tail.levels:
+            return super().reduce_on_devices(tail, jobs, examples)
+        return self.reduce(tail, jobs, examples)
+
+    def _axis(self, tail: Tail, jobs: Sequence[Job]) -> Divided | None:
+        """The axis along which the gradient is divided into blocks; None if it stays whole."""
+        has_blocks = self.block is not None and all(job.statistic.in_parts for job in jobs)
+        return divided(tail) if has_blocks else None
+
     def reduce(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
         # The factors enter the loop without their axes of length 1. XLA might have placed these axes
         # elsewhere in the layout than the loop expects, and would then copy the factors.
@@ -108,21 +125,20 @@ class Streamed(FormingStrategy):
         shapes = [x.shape[1:] for x in factors]
         xs = [x.reshape(len(x), *(n for n in x.shape[1:] if n != 1)) for x in factors], own_weights
 
-        axis = None if self.block is None else divided(tail)
+        axis = self._axis(tail, jobs)
         if self.batched and tail.levels:
             # XLA's compiler for TPUs would make some of the factors in the operation that multiplies
             # them, which slows it down. Inside the loop over layers they are made before. Outside of one
             # that would take memory, since the factors of all layers could be there at once.
             xs = lax.optimization_barrier(xs)
 
-        def gradients(factors: list[jax.Array], part: tuple[Any, int] | None = None) -> list[jax.Array]:
+        def gradients(factors: list[jax.Array], block: _Block | None = None) -> list[jax.Array]:
             factors = [x.reshape(shape) for x, shape in zip(factors, shapes, strict=True)]
-            if axis is not None and part is not None:
-                whole = factors[axis.factor]
-                factors[axis.factor] = lax.dynamic_slice_in_dim(whole, *part, axis.factor_axis)
+            if axis is not None and block is not None:
+                factors[axis.factor] = block.of(factors[axis.factor], axis.factor_axis)
             return tail.gradients(factors, examples.constants)
 
-        if axis is not None and all(job.statistic.in_parts for job in jobs):
+        if axis is not None:
             states, values = self._stream_blocks(axis, tail, gradients, jobs, xs, examples)
         else:
             own = [job for job in jobs if job.statistic.accumulates]
@@ -198,19 +214,19 @@ class Streamed(FormingStrategy):
         The arrays of a state are shaped like the gradient. The numbers in it do not depend on the block.
         The values of the blocks add up.
         """
-        block = self.block
-        assert block is not None
+        assert self.block is not None
         whole = aval(tail.grads[0])
         own = [job for job in jobs if job.statistic.accumulates]
-        starts = [job.accumulator_and_state(tail)[1] for job in own]
+        starts = [_start(job, whole) for job in own]
+        shards = max((job.shard.number_along(axis.axis) for job in own if job.shard), default=1)
 
-        def one_block(states: list[State], first: Any, length: int) -> tuple[list[State], list[Any]]:
-            shape = (*whole.shape[: axis.axis], length, *whole.shape[axis.axis + 1 :])
+        def one_block(states: list[State], block: _Block) -> tuple[list[State], list[Any]]:
+            shape = (*whole.shape[: axis.axis], shards * block.length, *whole.shape[axis.axis + 1 :])
             like = jax.ShapeDtypeStruct(shape, whole.dtype)
 
             def part(x: jax.Array) -> jax.Array:
                 # Several directions have one more axis in front, so the axis is counted from the end.
-                return lax.dynamic_slice_in_dim(x, first, length, axis.axis - len(whole.shape))
+                return block.of(x, axis.axis - len(whole.shape))
 
             def start_of(job: Job, start: State, state: State) -> State:
                 if job.state is None:
@@ -219,25 +235,68 @@ class Streamed(FormingStrategy):
                 return jax.tree.map(lambda number, x: part(x) if x.ndim else number, start, state)
 
             def of_block(factors: list[jax.Array]) -> list[jax.Array]:
-                return gradients(factors, (first, length))
+                return gradients(factors, block)
+
+            def with_block(job: Job, state: State, end: State) -> State:
+                own = block if job.shard is None else dataclasses.replace(block, shards=1)
+                return jax.tree.map(
+                    lambda x, new: own.put(x, new, axis.axis) if x.ndim else new,
+                    state,
+                    job.shard_of_all(end),
+                )
 
             own_starts = [start_of(*of_job) for of_job in zip(own, starts, states, strict=True)]
             directions = [None if job.direction is None else part(job.direction) for job in jobs]
             ends, values = self._stream(of_block, jobs, xs, examples, own_starts, directions)
+            return [with_block(*of_job) for of_job in zip(own, states, ends, strict=True)], values
 
-            def with_block(x: jax.Array, end: jax.Array) -> jax.Array:
-                return lax.dynamic_update_slice_in_dim(x, end, first, axis.axis) if x.ndim else end
-
-            return jax.tree.map(with_block, states, ends), values
-
-        blocks, rest = divmod(axis.length, block)
-        firsts = block * jnp.arange(blocks)
-        states, values = lax.scan(lambda s, first: one_block(s, first, block), starts, firsts)
+        length = max(1, self.block // shards)
+        blocks, rest = divmod(axis.length // shards, length)
+        firsts = length * jnp.arange(blocks)
+        states, values = lax.scan(
+            lambda states, first: one_block(states, _Block(first, length, shards)), starts, firsts
+        )
         values = [jnp.sum(x, axis=0) for x in values]
         if rest:
-            states, of_rest = one_block(states, axis.length - rest, rest)
+            states, of_rest = one_block(states, _Block(blocks * length, rest, shards))
             values = [a + b for a, b in zip(values, of_rest, strict=True)]
         return states, values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """`length` columns, from column `first` on, of each of the `shards` equal parts of an axis."""
+
+    first: Any
+    length: int
+    shards: int
+
+    def of(self, x: jax.Array, axis: int) -> jax.Array:
+        """The columns of this block, along an axis of `x`."""
+        if self.shards == 1:
+            return lax.dynamic_slice_in_dim(x, self.first, self.length, axis)
+        axis = axis % x.ndim
+        block = lax.dynamic_slice_in_dim(self._parts(x, axis), self.first, self.length, axis + 1)
+        return block.reshape(*x.shape[:axis], self.shards * self.length, *x.shape[axis + 1 :])
+
+    def put(self, x: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        """`x`, in which `new` takes the place of the columns of this block."""
+        if self.shards == 1:
+            return lax.dynamic_update_slice_in_dim(x, new, self.first, axis)
+        parts = self._parts(x, axis)
+        parts = lax.dynamic_update_slice_in_dim(parts, self._parts(new, axis), self.first, axis + 1)
+        return parts.reshape(x.shape)
+
+    def _parts(self, x: jax.Array, axis: int) -> jax.Array:
+        """`x` with two axes, of the parts and of their columns, in place of one."""
+        return x.reshape(*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
+
+
+def _start(job: Job, whole: Any) -> State:
+    """The state of an accumulator before the first block, or the device's shard of an empty state."""
+    assert isinstance(job.statistic, Accumulator)
+    shape = whole.shape if job.shard is None else job.shard.shape(whole.shape)
+    return job.statistic.state_or_empty(job.state, jax.ShapeDtypeStruct(shape, whole.dtype))
 
 
 def _liked_at_a_time(work: Work) -> int:

@@ -30,11 +30,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import primitives
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
 from pergrad._errors import ArgumentError
-from pergrad._ir import Env, Loop, distinct, programs, read, starting_env, take_branch
+from pergrad._ir import Env, Loop, distinct, programs, read, starting_env, take_branch, without_axes
 from pergrad._trace.lookups import with_early_lookups
 from pergrad._trace.ragged import with_batching
 from pergrad._trace.unit_axes import as_known, evaluate_squeezed
@@ -201,14 +203,7 @@ def _inline_remat(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> lis
 def _inline_in_loop(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
     """The results of a loop that stays a loop, with the calls in its body inlined."""
     loop = Loop(eqn, eqn.params["jaxpr"])
-    consts, init, xs = loop.operands(as_known(args, eqn.invars))
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _inline(loop.body, [*consts, *carry, *x], table)
-        return outs[: loop.num_carry], outs[loop.num_carry :]
-
-    ends, ys = loop.run(body, init, xs)
-    return [*ends, *ys]
+    return loop.rebuilt(as_known(args, eqn.invars), lambda body, own: _inline(body, own, table))
 
 
 def _inline_in_branches(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
@@ -229,6 +224,22 @@ def _inline_ragged_product(eqn: JaxprEqn, args: Sequence[Any], table: InlineTabl
         return _compat.bind(eqn, args)
     with _compat.at_line_of(eqn):
         return [with_batching(eqn)(*args)]
+
+
+def _inline_constraint(eqn: JaxprEqn, args: Sequence[Any], table: InlineTable) -> list[Any]:
+    """The result of a sharding constraint, without the mesh axes that are manual here.
+
+    Along a manual axis every device has its own examples already.
+    """
+    (x,) = as_known(args, eqn.invars)
+    mesh, sharding = jax.sharding.get_abstract_mesh(), eqn.params["sharding"]
+    if not mesh.manual_axes or not isinstance(sharding, NamedSharding):
+        return _compat.bind(eqn, [x])
+    if set(mesh.manual_axes) == set(mesh.axis_names):
+        return [x]
+    kept = P(*without_axes(sharding.spec, mesh.manual_axes))
+    params = eqn.params | {"sharding": NamedSharding(mesh, kept)}
+    return _compat.bind(eqn.replace(params=params), [x])
 
 
 def _inline_random(*unsafe: str) -> Inline:
@@ -258,6 +269,7 @@ CALLS: InlineTable = {
     primitives.cond_p: _inline_in_branches,
     primitives.scan_p: _inline_in_loop,
     _compat.remat_p: _inline_remat,
+    _compat.sharding_constraint_p: _inline_constraint,
     primitives.random_bits_p: _inline_random("rbg", "unsafe_rbg"),
     primitives.random_gamma_p: _inline_random("rbg", "unsafe_rbg"),
     primitives.random_split_p: _inline_random("unsafe_rbg"),

@@ -25,6 +25,7 @@ OPTIONS = {
     "shared_argnums": (),
     "microbatch_size": None,
     "spmd_axis_name": None,
+    "param_specs": None,
     "strategy": "auto",
     "nonfinite": "keep",
 }

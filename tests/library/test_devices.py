@@ -382,7 +382,8 @@ def test_derivative_and_ensemble():
         close(jax.jit(of_all)(members, batch()), expected)
 
 
-def test_in_a_shard_map_of_the_user():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_a_shard_map_of_the_user(check_vma):
     stats = REDUCED | {"norm": pg.Norm()}
     expected = jax.jit(pg.grad_stats(loss, stats))(params(), batch())
 
@@ -392,11 +393,11 @@ def test_in_a_shard_map_of_the_user():
     mesh = mesh_of(data=4, model=2)
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
     with set_mesh(mesh):
-        mapped = jax.jit(jax.shard_map(on_each, check_vma=False, **specs))
+        mapped = jax.jit(jax.shard_map(on_each, check_vma=check_vma, **specs))
         close(mapped(laid_out(mesh, "tensor"), spread(mesh, batch())), expected)
         inside = pg.grad_stats(loss, stats, spmd_axis_name="data")
         with refused(pg.ArgumentError, "'data'", "inside of a shard_map", "pg.all_combine"):
-            jax.jit(jax.shard_map(inside, check_vma=False, **specs))(params(), batch())
+            jax.jit(jax.shard_map(inside, check_vma=check_vma, **specs))(params(), batch())
 
 
 def test_plan_is_that_of_one_device():
@@ -449,7 +450,7 @@ class Watch(Unwatched):
 
 
 def test_lab_goes_on_with_other_devices(tmp_path):
-    """From four devices to one; `test_processes.py` goes the other way."""
+    """From four devices to four others to one; `test_processes.py` goes the other way."""
     shape = Model(layers=1, width=16, heads=2, context=8)
     config = Train(
         "micro_adam",
@@ -460,35 +461,59 @@ def test_lab_goes_on_with_other_devices(tmp_path):
         clip=0.1,
         checkpoint_every=2,
         validate_every=3,
+        noise_every=1,
     )
     with labs.compiled_once(tmp_path / "compiled"):
         train(config, tmp_path / "one")
-        for mesh, first, last in (("data=2,model=2", 0, 3), (None, 2, None)):
+        legs = ("data=4", True, 0, 3), ("data=2,model=2", True, 2, 5), (None, False, 4, None)
+        for mesh, fsdp, first, last in legs:
             watch = Watch(last)
             with contextlib.suppress(KeyboardInterrupt):
-                train(config, tmp_path / "many", watch, make_place(mesh))
+                train(config, tmp_path / "many", watch, make_place(mesh, fsdp))
             assert watch.first == first
     rows = [read_metrics(tmp_path / name) for name in ("one", "many")]
     for name in ("loss", "gradient_norm", "tune_loss", "test_loss"):
         close(*([row[name] for row in r if name in row] for r in rows), rtol=1e-5)
+    close(*([row["noise"]["noise"] for row in r] for r in rows), rtol=1e-4)
+    listed = [[found["place"] for row in r for found in row["outliers"]] for r in rows]
+    assert listed[0] == listed[1]
 
 
-def test_lab_shares_parameters():
-    place = make_place("data=2,model=2")
+@pytest.mark.parametrize(
+    ("fsdp", "expected"),
+    [
+        (
+            False,
+            {
+                "qkv": P(None, None, "model"),
+                "down": P(None, "model", None),
+                "embed": P(None, "model"),
+            },
+        ),
+        (
+            True,
+            {
+                "qkv": P(None, "data", "model"),
+                "down": P(None, "model", "data"),
+                "embed": P("data", "model"),
+            },
+        ),
+    ],
+)
+def test_lab_shares_parameters(fsdp, expected):
+    place = make_place("data=2,model=2", fsdp)
     shape = Model(layers=2, width=16, heads=2, context=8, scanned=True)
     p = nnx.state(Transformer(shape, 32, nnx.Rngs(0)), nnx.Param)
     placed = place.spread((p, pg.optim.micro_adam(1e-3).init(p)))
     flat = jax.tree_util.tree_leaves_with_path(placed)
     specs = {jax.tree_util.keystr(path): x.sharding.spec for path, x in flat if x.ndim > 1}
-    for layer, spec in {
-        "qkv": P(None, None, "model"),
-        "down": P(None, "model", None),
-        "embed": P(None, "model"),
-    }.items():
+    for layer, spec in expected.items():
         own = [s for path, s in specs.items() if f"'{layer}'" in path]
         assert len(own) == 3 and set(own) == {spec}  # the parameter, and two moments of it
     with refused(LabError, "7 examples", "2 devices", "--batch-size"):
         place.check(7)
+    with refused(LabError, "--fsdp", "--mesh"):
+        make_place(None, fsdp=True)
 
 
 # What is refused.
@@ -577,6 +602,8 @@ CLIPPED = {"clipped": pg.ClippedMean(1.0), "norm": pg.Norm(), "loss": pg.Loss()}
         (CLIPPED, 1, 2),
         ({"variance": pg.Variance()}, 2, None),  # its mean, and then the squares around it
         ({"variance": pg.Variance()}, 2, 2),
+        ({"mean": pg.Mean(), "variance": pg.Variance()}, 2, None),  # the mean is added up once
+        ({"mean": pg.Mean(), "variance": pg.Variance()}, 2, 2),
     ],
     ids=str,
 )
@@ -670,7 +697,7 @@ def test_combining(how):
 
     if how == "shard_map":
         mesh = mesh_of(data=8)
-        mapped = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+        mapped = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P())
         close(jax.jit(mapped)(batch()), whole)
     else:
         shares = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), batch())
@@ -679,7 +706,8 @@ def test_combining(how):
             close(jax.tree.map(lambda x, k=k: x[k], result), whole)
 
 
-def test_combining_in_a_shard_map_reduces_once():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_combining_in_a_shard_map_reduces_once(check_vma):
     """One array for each statistic and parameter, and a variance's mean is that of `Mean`."""
     stats = {"mean": pg.Mean(), "variance": pg.Variance(), "count": pg.Count()}
 
@@ -688,7 +716,8 @@ def test_combining_in_a_shard_map_reduces_once():
 
     mesh = mesh_of(EXPLICIT, data=8)
     with set_mesh(mesh), optimized():
-        mapped = jax.shard_map(on_each, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+        specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+        mapped = jax.shard_map(on_each, **specs)
         program = jax.jit(mapped).lower(large_params(), spread(mesh, large_batch())).compile()
     found = collectives(program)
     assert sorted(n for n in found.pop("all-reduce") if n > 1) == sorted(SIZES * 2)

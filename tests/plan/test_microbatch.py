@@ -33,6 +33,8 @@ TAKEN = {
     "flax": {"moments": 4, "clipped": 1},
 }
 MOST = 1.1  # the fastest of 30 runs may be off by as much
+# Where auto is known to take a slower size, which needs a third of the memory.
+MOST_OF = {("experts", "clipped"): 1.2}
 
 
 def seconds_by_size(item: run.Item) -> dict[int, float]:
@@ -62,7 +64,8 @@ def test_auto_takes_what_was_fast():
                 )
                 size = planned(workload.params, workload.batch).microbatch_size
                 seconds = seconds_by_size(item)
-                if seconds.get(size, float("inf")) > MOST * min(seconds.values()):
+                most = MOST_OF.get((item.case, item.task), MOST)
+                if seconds.get(size, float("inf")) > most * min(seconds.values()):
                     wrong.append(f"{item}: {size} at a time; the seconds by size were {seconds}")
     assert not wrong, "\n".join(wrong)
 

@@ -1,8 +1,8 @@
 """Tests that need eight devices, in a process that has fewer.
 
-They are collected here one by one, and run in one process of their own, which is told to have eight and
-writes down what became of each. Every test here then looks at its own outcome. A process that has eight
-devices runs them itself.
+They are collected here one by one, and those of a file run in one process of their own, which is told
+to have eight and writes down what became of each. Every test here then looks at its own outcome. A
+process that has eight devices runs them itself.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.pages import ROOT
 
-FILES = {"library/test_devices.py"}
+FILES = {f"library/test_{name}.py" for name in ("devices", "sharded_parameters", "varying")}
 NUMBER = 8
 FLAG = f"--xla_force_host_platform_device_count={NUMBER}"
 
@@ -42,7 +42,7 @@ class OnDevices(pytest.Item):
         self.originalname = of.originalname
 
     def runtest(self) -> None:
-        outcome = _outcomes(self.session)[self.name]
+        outcome = _outcomes(self.session, self.path)[self.name]
         self.add_report_section("call", "of the process with eight devices", outcome.output)
         if outcome.kind == "skipped":
             pytest.skip(outcome.reason)
@@ -62,15 +62,16 @@ def elsewhere(item: Any) -> Any:
     return OnDevices.from_parent(item.parent, name=item.name, of=item)
 
 
-OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
+OUTCOMES = pytest.StashKey[dict[Path, dict[str, Outcome]]]()
 
 
-def _outcomes(session: pytest.Session) -> dict[str, Outcome]:
-    """What became of the tests of this session that need devices; the first to ask runs all of them."""
-    if OUTCOMES not in session.stash:
-        tests = [item for item in session.items if isinstance(item, OnDevices)]
-        session.stash[OUTCOMES] = _run(tests)
-    return session.stash[OUTCOMES]
+def _outcomes(session: pytest.Session, file: Path) -> dict[str, Outcome]:
+    """What became of the tests of a file that need devices; the first to ask runs all of them."""
+    of_files = session.stash.setdefault(OUTCOMES, {})
+    if file not in of_files:
+        own = [item for item in session.items if isinstance(item, OnDevices) and item.path == file]
+        of_files[file] = _run(own)
+    return of_files[file]
 
 
 def _run(tests: Sequence[OnDevices]) -> dict[str, Outcome]:

@@ -61,6 +61,7 @@ GROUPS = ("tests/cut/test_units.py", "-k", "test_groups or padding")
 TOKENS = ("tests/cut/test_units.py", "-k", "test_tokens")
 COMBINED = ("tests/statistics/test_combine.py", "-k", "not devices")
 DEVICES = ("tests/library/test_devices.py",)
+SHARDED = ("tests/library/test_sharded_parameters.py",)
 
 MUTANTS = (
     # strategies
@@ -142,8 +143,8 @@ MUTANTS = (
     Mutant(
         "Streamed, in blocks",
         "pergrad/_strategies/streamed.py",
-        "return lax.dynamic_update_slice_in_dim(x, end, first, axis.axis) if x.ndim else end",
-        "return lax.dynamic_update_slice_in_dim(x, end, 0, axis.axis) if x.ndim else end",
+        "return lax.dynamic_update_slice_in_dim(x, new, self.first, axis)",
+        "return lax.dynamic_update_slice_in_dim(x, new, 0, axis)",
         ("tests/library/test_cases.py", "-k", "in_blocks"),
     ),
     Mutant(
@@ -466,9 +467,37 @@ MUTANTS = (
     Mutant(
         "part_of_all",
         "pergrad/_statistics/of_parameters.py",
-        "return s, mean_s, m2_s + weigh(jnp.square(mean_s - mean), s)",
-        "return s, mean_s, m2_s",
+        "return share, mean, m2_s + weigh(jnp.square(mean_s - mean), s)",
+        "return share, mean, m2_s",
         DEVICES,
+    ),
+    Mutant(
+        "shard_of_all",
+        "pergrad/_statistics/of_parameters.py",
+        "m2 = division.add(m2_s) + weighted_sum(jnp.square(means - mean[None]), shares)",
+        "m2 = division.add(m2_s)",
+        SHARDED,
+    ),
+    Mutant(
+        "blocks of shards",
+        "pergrad/_strategies/streamed.py",
+        "parts = lax.dynamic_update_slice_in_dim(parts, self._parts(new, axis), self.first, axis + 1)",
+        "pass",
+        (f"{SHARDED[0]}::test_blocks",),
+    ),
+    Mutant(
+        "varying literals",
+        "pergrad/_ir/varying.py",
+        "ins = [vary(_typed(env, v)) for v in eqn.invars]",
+        "ins = [_typed(env, v) for v in eqn.invars]",
+        ("tests/library/test_varying.py::test_every_statistic",),
+    ),
+    Mutant(
+        "slice of a shard",
+        "pergrad/_trace/gathers.py",
+        "if not all(isinstance(v, Literal) for v in eqn.invars[1:]):",
+        "if False:",
+        (f"{SHARDED[0]}::test_case[dynamic_slice-False]",),
     ),
     Mutant(
         "merge of devices",

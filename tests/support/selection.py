@@ -59,6 +59,8 @@ SHORTENED = {
         "test_with_and_without_a_step",
     },
     "library/test_devices.py": {"test_every_statistic"},
+    "library/test_sharded_parameters.py": {"test_case", "test_every_statistic"},
+    "library/test_varying.py": {"test_case"},
     "library/test_frameworks.py": {"test_model_meets_the_oracle"},
     "library/test_nonfinite.py": {"test_dropped", "test_a_large_gradient_is_not_dropped"},
     "library/test_integrations.py": {

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pergrad import _compat
-from pergrad._compat import ClosedJaxpr, JaxprEqn, Var, aval
+from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Var, aval
 from pergrad._cut.find import Walk
 from pergrad._cut.hoist.leaving import can_leave
 from pergrad._cut.steps import is_zero
@@ -76,7 +77,7 @@ def leave_branches(
             env = starting_env(branches[number], operands)
             evaluate(branches[number].jaxpr.eqns, env)
             factors = [
-                [read(env, v) if n == number else jnp.zeros_like(aval(v)) for v in tail.factors]
+                [read(env, v) if n == number else _full(v, 0) for v in tail.factors]
                 for n, own in enumerate(tails)
                 for tail in own
             ]
@@ -92,7 +93,7 @@ def leave_branches(
             values, factors = take_branch(eqn, index, runs, operands)
         constants = _constants(eqn, branches, tails, varies, ins)
         out = dict(zip(kept, values, strict=True))
-        out |= {k: jnp.zeros_like(aval(eqn.outvars[k])) for k in gone}
+        out |= {k: _full(eqn.outvars[k], 0) for k in gone}
         for tail, *inputs in zip(itertools.chain(*tails), factors, constants, strict=True):
             grads = tail.gradients(*inputs)
             out |= {k: out[k] + g.astype(out[k].dtype) for k, g in zip(tail.params, grads, strict=True)}
@@ -127,8 +128,7 @@ def _constants(
             moving = dependents(needed, itertools.compress(program.jaxpr.invars, varies))
             evaluate_independent(needed, env, moving)
             return [
-                [env[v] if n == number else jnp.ones_like(aval(v)) for v in own]
-                for n, own in enumerate(guarded)
+                [env[v] if n == number else _full(v, 1) for v in own] for n, own in enumerate(guarded)
             ]
 
         return branch
@@ -167,3 +167,8 @@ def _tails_of_branch(
 def _can_leave(tail: Tail, together: set[int], split: bool) -> bool:
     """Whether a tail may leave its branch, if the results number `together` leave the branches."""
     return can_leave(tail, split) and not tail.adds and together.issuperset(tail.params)
+
+
+def _full(v: Atom, number: int) -> jax.Array:
+    """An array like `v` that is full of one number."""
+    return jnp.full(aval(v).shape, number, aval(v).dtype)

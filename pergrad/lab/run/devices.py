@@ -5,6 +5,9 @@ shares the parameters, and with them their statistics and the optimizer's state:
 heads, hidden features or logits are divided by their outputs, and matrices that lead back are divided by
 their inputs, so that each pair of matrices needs one sum over devices.
 
+With `fsdp` the devices of the `data` axis share the parameters, statistics and states, too. A parameter
+is gathered where it is used.
+
 All processes run the same program on the same batches, and each process keeps the part of a batch that
 its devices need. The first process writes the files.
 """
@@ -32,6 +35,7 @@ from pergrad.lab.run.peers import Peers, end
 
 AXES = ("data", "model")
 LEADING_BACK = {"out", "down"}  # layers that are divided by their inputs: see `model.Block`
+STACK = "blocks"  # where layers are stacked: see `model.Transformer`
 JAX_PATIENCE = 10  # time-outs until JAX, too, takes a silent process for dead: `Peers` comes first
 
 Tree = Any
@@ -39,9 +43,13 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The devices of a run: those of `mesh`, or the one that JAX takes."""
+    """The devices of a run: those of `mesh`, or the one that JAX takes.
+
+    `fsdp` says whether the devices that share the examples share the parameters, too.
+    """
 
     mesh: Mesh | None = None
+    fsdp: bool = False
 
     @property
     def batch_axis(self) -> str | None:
@@ -73,22 +81,32 @@ class Place:
         """The same as `spread` under `jit`: the state that a step returns stays on its devices."""
         return self._map(jax.lax.with_sharding_constraint, state)
 
+    def specs(self, params: Tree) -> Tree:
+        """The `param_specs` of `pg.value_and_stats`."""
+        return jax.tree_util.tree_map_with_path(self._spec, params) if self.fsdp else None
+
     def _map(self, put: Any, state: Tree) -> Tree:
         mesh = self.mesh
         if mesh is None:
             return state
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: put(x, NamedSharding(mesh, _spec(path, x, mesh.shape["model"]))), state
+            lambda path, x: put(x, NamedSharding(mesh, self._spec(path, x))), state
         )
 
-
-def _spec(path: Any, x: Any, parts: int) -> P:
-    if x.ndim < 2:
-        return P()
-    axis = -2 if LEADING_BACK & {getattr(key, "key", None) for key in path} else -1
-    if x.shape[axis] % parts:
-        return P()
-    return P(*("model" if n == x.ndim + axis else None for n in range(x.ndim)))
+    def _spec(self, path: Any, x: Any) -> P:
+        """How an array is divided. The layers of a stack are never divided among devices."""
+        assert self.mesh is not None
+        keys = {getattr(key, "key", None) for key in path}
+        names: list[str | None] = [None] * x.ndim
+        axis = x.ndim - (2 if LEADING_BACK & keys else 1)
+        if x.ndim >= 2 and x.shape[axis] % self.mesh.shape["model"] == 0:
+            names[axis] = "model"
+        first = 1 if STACK in keys else 0
+        free = [n for n in range(first, x.ndim) if names[n] is None]
+        fitting = [n for n in free if x.shape[n] and x.shape[n] % self.mesh.shape["data"] == 0]
+        if self.fsdp and fitting:
+            names[max(fitting, key=lambda n: x.shape[n])] = "data"
+        return P(*names) if any(names) else P()
 
 
 def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -100,9 +118,11 @@ def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def make_place(mesh: str | None) -> Place:
+def make_place(mesh: str | None, fsdp: bool = False) -> Place:
     """The place that the command line names, such as `data=2,model=2`."""
     if mesh is None:
+        if fsdp:
+            raise LabError("--fsdp divides the parameters among the devices of a mesh: --mesh data=4.")
         if jax.process_count() > 1:
             raise LabError(
                 f"{jax.process_count()} processes need a mesh over their {jax.device_count()} devices: "
@@ -120,7 +140,7 @@ def make_place(mesh: str | None) -> Place:
     if wanted < found and jax.process_count() > 1:
         raise LabError(f"--mesh {mesh} has {wanted} of {found} devices; processes need all of them.")
     devices = np.array(jax.devices()[:wanted]).reshape([sizes[axis] for axis in AXES])
-    return Place(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+    return Place(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES)), fsdp)
 
 
 def _sizes(mesh: str) -> dict[str, int]:

@@ -1,0 +1,134 @@
+"""How an array is divided among the devices that share a batch, and how a shard of it is made.
+
+A parameter that is divided along the axes of the batch (FSDP) has one shard on each device. All devices
+need all of it where it is used, and each keeps its own shard of a sum over devices:
+
+    gather   [d / n] on each of n devices  ->  [d], the same on all of them
+    add      [d] on each of n devices      ->  [d / n], this device's shard of the sum.
+
+`add` is the transpose of `gather`. If each device needs its shard of every device's array, and not of
+the sum, they exchange them:
+
+    exchange [d] on each of n devices      ->  [n, d / n].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from pergrad._ir.devices import Devices
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    """The names of mesh axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
+
+
+def without_axes(spec: Any, axes: Collection[str]) -> list[Any]:
+    """The entries of a `PartitionSpec`, without these mesh axes."""
+
+    def kept(entry: Any) -> Any:
+        names = names_in(entry)
+        return (tuple(name for name in names if name not in axes) or None) if names else entry
+
+    return [kept(entry) for entry in spec]
+
+
+class Division(NamedTuple):
+    """The dimension `dim` of an array is divided along the mesh axes `axes`, into `number` parts.
+
+    Devices add up and gather along one mesh axis after the other. Along an axis that is a ring of chips
+    a TPU scatters what it adds up. Along several axes at once, its compiler first makes the whole sum on
+    every chip, and it gathers along three axes by adding up whole arrays.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    number: int
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The whole array, from every device's part `x`."""
+        for axis in reversed(self.axes):
+            x = lax.all_gather(x, axis, axis=self.dim, tiled=True)
+        return x
+
+    def add(self, x: jax.Array) -> jax.Array:
+        """This device's part of the sum of the devices' whole arrays `x`."""
+        for axis in self.axes:
+            x = lax.psum_scatter(x, axis, scatter_dimension=self.dim, tiled=True)
+        return x
+
+    def exchange(self, x: jax.Array) -> jax.Array:
+        """This device's part of every device's whole array `x`, one behind the other: [number, ...]."""
+        return lax.all_to_all(x[None], self.axes, split_axis=self.dim + 1, concat_axis=0, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """How an array is divided among `devices`: along each of the `divisions`. Without any it is whole.
+
+    The devices along axes that no division names have the same shard.
+    """
+
+    devices: Devices = dataclasses.field(default_factory=Devices)
+    divisions: tuple[Division, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device has all of the array."""
+        return not self.divisions
+
+    @property
+    def others(self) -> Devices:
+        """The devices that have the same shard: those along axes that no division names."""
+        named = {axis for division in self.divisions for axis in division.axes}
+        number = self.devices.number // math.prod(division.number for division in self.divisions)
+        return Devices(tuple(axis for axis in self.devices.axes if axis not in named), number)
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a shard of an array with the shape `whole`."""
+        own = list(whole)
+        for dim, _, number in self.divisions:
+            own[dim] //= number
+        return tuple(own)
+
+    def whole_shape(self, own: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an array whose shards have the shape `own`."""
+        whole = list(own)
+        for dim, _, number in self.divisions:
+            whole[dim] *= number
+        return tuple(whole)
+
+    def number_along(self, dim: int) -> int:
+        """Into how many parts the dimension `dim` is divided."""
+        return math.prod(division.number for division in self.divisions if division.dim == dim)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The whole array, from every device's shard `x`."""
+        for division in self.divisions:
+            x = division.gather(x)
+        return x
+
+    def add(self, x: jax.Array) -> jax.Array:
+        """This device's shard of the sum of the devices' whole arrays `x`."""
+        for division in self.divisions:
+            x = division.add(x)
+        return self.others.add(x)
+
+    def moved(self, place: Callable[[int], int | None]) -> Shard | None:
+        """The same division of an array whose dimension `place(dim)` is the dimension `dim` of this.
+
+        None if there is no such dimension for one that is divided.
+        """
+        places = [place(division.dim) for division in self.divisions]
+        found = [dim for dim in places if dim is not None]
+        if len(found) < len(places):
+            return None
+        pairs = zip(self.divisions, found, strict=True)
+        return Shard(self.devices, tuple(division._replace(dim=dim) for division, dim in pairs))
