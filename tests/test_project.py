@@ -162,8 +162,8 @@ def test_imports_go_one_way(module):
 # The folders of the lab and the files beside them, in the same way.
 LAB_ORDER = [
     *("errors", "files", "config", "timing", "floor"),
-    *("run", "compare", "pages", "bench", "studies"),
-    *("progress", "cli", "__main__"),
+    *("run", "compare", "pages", "watch", "bench", "studies"),
+    *("progress", "picture", "plans", "cli_bench", "cli", "__main__"),
 ]
 LAB_MODULES = sorted(module for module in MODULES if module.startswith("pergrad.lab."))
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -16,22 +16,24 @@ from rich.table import Table
 from rich.text import Text
 
 import pergrad as pg
+from pergrad.lab import plans
+from pergrad.lab.cli_bench import bench
 from pergrad.lab.compare import decide
 from pergrad.lab.config import (
-    CaseName,
-    LargeName,
+    DomainName,
+    KindName,
     Model,
     OptimizerName,
-    PartName,
     PresetName,
     StudyName,
-    TargetName,
-    TaskName,
     Train,
 )
 from pergrad.lab.errors import LabError, in_one_line
-from pergrad.lab.files import disk_errors
+from pergrad.lab.picture import NoisePicture
 from pergrad.lab.progress import ProgressBar, RunsBar
+
+if TYPE_CHECKING:
+    from pergrad.lab.studies import Study
 
 DEMO = Train(model=Model(context=128), batch_size=8)  # whose plan and price the demonstration shows
 Flat = tyro.conf.arg(name="")  # `--steps`, not `--config.steps`
@@ -42,12 +44,13 @@ def train(
     run_dir: Path | None = None,
     tensorboard: bool = False,
     mesh: str | None = None,
+    fsdp: bool = False,
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     coordinator_timeout: float = 30.0,
 ) -> None:
-    """Train a language model.
+    """Train a language model, or one that predicts the pixels of photographs.
 
     The same command again goes on with an interrupted run, also on other devices.
 
@@ -56,6 +59,7 @@ def train(
         run_dir: where the run is written; by default in `runs`, named after the options.
         tensorboard: also write event files for TensorBoard into the run's directory, step by step.
         mesh: the devices: `data=4` share the examples, `data=2,model=2` also the parameters.
+        fsdp: the devices that share the examples share the parameters, too.
         coordinator_address: of several processes, HOST:PORT of the first; `auto` on a cluster.
         num_processes: how many there are. All see the same run directory; the first one writes.
         process_id: which of them this is, from 0.
@@ -65,14 +69,14 @@ def train(
 
     peers = devices.join(coordinator_address, num_processes, process_id, coordinator_timeout)
     with devices.together(peers):
-        _train(config, run_dir, tensorboard, mesh)
+        _train(config, run_dir, tensorboard, mesh, fsdp)
 
 
-def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | None) -> None:
+def _train(config: Train, run_dir: Path | None, tensorboard: bool, mesh: str | None, fsdp: bool) -> None:
     from pergrad.lab.run import devices, events, records, train
 
     directory = run_dir or records.directory(Path("runs"), config)
-    place = devices.make_place(mesh)
+    place = devices.make_place(mesh, fsdp)
     if not devices.is_first():
         train.train(config, directory, place=place)
         return
@@ -113,6 +117,7 @@ def sweep(
     batch_sizes: tuple[int, ...] = (),
     learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2),
     seeds: tuple[int, ...] = (0, 1, 2),
+    tuning_seeds: int = 2,
     processes: int = 2,
     extensions: int = 3,
 ) -> None:
@@ -127,7 +132,8 @@ def sweep(
         batch_sizes: each optimizer runs at all of them, over the same number of examples; if none is
             given, at `--batch-size`.
         learning_rates: the grid to begin with, at least two.
-        seeds: each method runs with all of them.
+        seeds: with which each method runs at the learning rate that was chosen for it.
+        tuning_seeds: how many others, from 1000 on, choose the learning rates.
         processes: how many runs at a time.
         extensions: how often a grid may grow where the best value sits on its edge.
     """
@@ -135,7 +141,8 @@ def sweep(
     from pergrad.lab.pages import findings
 
     console = Console()
-
+    if not seeds:
+        raise LabError("a sweep needs at least one seed.")
     methods = sweeps.methods(config.as_train(), optimizers, batch_sizes)
     with RunsBar(console) as bar:
         tuned = sweeps.tune(
@@ -143,6 +150,7 @@ def sweep(
             dict.fromkeys(methods, learning_rates),
             seeds,
             out / "runs",
+            tuning_seeds=tuning_seeds,
             processes=processes,
             extensions=extensions,
             told=bar.told,
@@ -162,35 +170,58 @@ def sweep(
 
 
 def study(
-    name: Annotated[StudyName, tyro.conf.Positional],
+    name: Annotated[StudyName | Literal["all"], tyro.conf.Positional],
     preset: PresetName = "demo",
+    domain: DomainName = "text",
+    model: KindName = "transformer",
     out: Path | None = None,
     processes: int = 2,
 ) -> None:
     """Test what the paper claims, and write a page about what was found.
 
-    sign: where the sign goes in SignSGD. adam: what Adam divides by. plane: all weights of mean square
-    and variance. scaling: learning rates for other batch sizes. clipping: none, by batch, by example.
-    snr: signal and noise over a run. overhead: what statistics cost as sequences grow.
+    sign: where the sign goes in SignSGD. arms: in which layers that matters. argument: whether signal
+    and noise explain it. adam: what Adam divides by. plane: all weights of mean square and variance.
+    rivals: a preconditioner that ends below Adam. scaling: learning rates for other batch sizes. law:
+    the best learning rate as a function of the batch size. ramp: batches that follow the noise.
+    clipping: none, by batch, by example. snr: signal and noise over a run. overhead: what statistics
+    cost as sequences grow. all: every study that the domain allows, one after the other.
 
     Args:
         name: the question.
         preset: how much is run: about two minutes, a quarter of an hour, or some hours.
-        out: where runs, results, figures and the page are written; by default in `studies`.
+        domain: text, or images, whose pixels are predicted by a convolutional network.
+        model: what reads text, a transformer or an LSTM.
+        out: where runs, results, figures and the page are written; by default in `studies`. With `all`
+            every study has a directory of its own there.
         processes: how many runs at a time.
     """
-    from pergrad.lab.studies import STUDIES, Lab, write
+    from pergrad.lab.studies import STUDIES
 
-    console = Console()
-    chosen = STUDIES[name]
-    out = out or Path("studies") / f"{name}-{preset}"
+    allowed = {one: study for one, study in STUDIES.items() if domain in study.domains}
+    chosen = allowed if name == "all" else {name: STUDIES[name]}
+    options = [f"--preset {preset}"]
+    options += [f"--domain {domain}"] if domain != "text" else []
+    options += [f"--model {model}"] if model != "transformer" else []
+    for one, study in chosen.items():
+        ending = "-".join([one, *(option.split()[1] for option in options)])
+        own = (out / one if name == "all" else out) if out else Path("studies") / ending
+        size = study.preset(preset, domain, model)
+        command = f"pergrad study {one} {' '.join(options)}"
+        _study(Console(), study, size, own, processes, command)
+
+
+def _study(
+    console: Console, chosen: Study, preset: Any, out: Path, processes: int, command: str
+) -> None:
+    """Runs a study, and shows its question, its answers and where its page is."""
+    from pergrad.lab.studies import Lab, write
+
     console.print(
         f"[bold]{chosen.title}[/bold]\n{chosen.question}\n[bold]Claim:[/bold] {chosen.claim}\n"
     )
     with RunsBar(console) as bar:
         lab = Lab(out / "runs", processes, bar.told, bar.say)
-        command = f"pergrad study {name} --preset {preset}"
-        page, answers = write(chosen, chosen.presets[preset], out, lab, command)
+        page, answers = write(chosen, preset, out, lab, command)
     table = Table("claim", "answer", "why")
     for verdict in answers:
         table.add_row(*map(Text, (verdict.claim, verdict.answer, verdict.why)))
@@ -201,15 +232,16 @@ def study(
 def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
     """See all of it in three minutes.
 
-    The plan of a small language model, what its statistics cost beside `jax.grad`, and a comparison of
-    three optimizers on real text, with a page about it.
+    The plan of a small language model, what its statistics cost beside `jax.grad`, the noise scale of a
+    run while it trains, and where a sign goes, on real text; with a page about it.
 
     Args:
         out: where runs, results, figures and the page are written.
         processes: how many runs at a time.
     """
     from pergrad.lab.bench import price, tables, tasks
-    from pergrad.lab.run import train
+    from pergrad.lab.run import records, train
+    from pergrad.lab.studies import demo
 
     console = Console()
     problem = train.make_problem(DEMO)
@@ -221,9 +253,18 @@ def demo(out: Path = Path("studies/demo"), processes: int = 2) -> None:
     one_at_a_time = f"{tasks.MICRO_GRAD}{tasks.MICROBATCH}1"
     names = (tasks.FLOOR, tasks.VMAP, one_at_a_time, tasks.PERGRAD, tasks.AUTO)
     found = price.measure(problem.loss, task, params, batch, names=names, rounds=9, budget=4.0)
-    tables.show(console, "", price.numbers(found.results), tables.RUNS)
-    console.rule("A study: three places for the sign, on the sources of Python's library")
-    study("sign", "demo", out, processes)
+    tables.show(console, "", price.numbers(found.results), tables.BRIEF)
+    console.rule("The noise scale of a run, as it trains on the sources of Python's library")
+    watched = demo.PRESET.base
+    directory = records.directory(out / "runs", watched)
+    with contextlib.closing(NoisePicture(console, watched)) as picture:
+        train.train(watched, directory, picture)
+        if not picture.points:  # the run was done before
+            for row in records.read_metrics(directory):
+                picture.advance(row)
+    console.print(demo.in_words(demo.noise_of(records.read_metrics(directory))), highlight=False)
+    console.rule("A study: where the sign goes")
+    _study(console, demo.STUDY, demo.PRESET, out, processes, "pergrad demo")
 
 
 def report(
@@ -243,10 +284,35 @@ def report(
     Console().print(Text(str(page), "bold"), soft_wrap=True)
 
 
+def watch(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs"),), port: int = 8321
+) -> None:
+    """Follow runs in the browser while they go on.
+
+    Loss, learning rate, noise scale, signal-to-noise by layer, the noise in Adam's divisor, and outlier
+    examples. The page needs no network, and only this machine can open it.
+
+    Args:
+        runs: directories of runs, or directories that contain them. They need not be there yet.
+        port: where the page is, on 127.0.0.1; 0 takes one that is free.
+    """
+    from pergrad.lab.watch import server
+
+    console = Console()
+    with server.make(runs, port) as page:
+        for path in runs:
+            if not path.exists():
+                console.print(Text(f"{path} is not there yet: the page waits for it"), soft_wrap=True)
+        console.print(Text(page.address, "bold"), soft_wrap=True)
+        with contextlib.suppress(KeyboardInterrupt):  # the usual end
+            page.serve_forever()
+
+
 def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """Print the plan of a loss.
 
-    Which strategy every parameter gets, what it costs and why.
+    Which strategy every parameter gets, what it costs and why: what `print(pg.explain(...)(...))` says,
+    with colours if it is a terminal.
 
     Args:
         loss: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch; or the lab's model.
@@ -257,115 +323,13 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         config = Train(optimizer="micro_adam")
         problem = train.make_problem(config)
         args = problem.params, problem.batches[0]
-        print(pg.explain(problem.loss, optimizers.make(config).stats)(*args))
+        plans.show(Console(), pg.explain(problem.loss, optimizers.make(config).stats)(*args))
         return
     from pergrad.lab.bench import cases
 
     function, params, batch = cases.example(loss)
     stats = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "norm": pg.Norm()}
-    print(pg.explain(function, stats)(params, batch))
-
-
-def bench(
-    loss: Annotated[str | None, tyro.conf.Positional] = None,
-    cases: tuple[CaseName | LargeName, ...] = (),
-    tasks: tuple[TaskName, ...] = (),
-    parts: tuple[PartName, ...] = (),
-    rounds: int = 30,
-    budget: float = 4.0,
-    peak: tuple[TaskName, ...] = ("moments",),
-    rates: bool = False,
-    target: TargetName | None = None,
-    ours: bool = False,
-    out: Path = Path("bench"),
-) -> None:
-    """Measure what statistics cost on this machine.
-
-    Time, memory and compilation of pergrad beside `jax.grad`, `vmap(grad)`, optax and jax_privacy, in
-    one process that wants the machine for itself. Without options all models, how one of them grows,
-    and compilation, in an hour or more on two cores. The same command again continues.
-
-    Args:
-        loss: yours: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch.
-        cases: these models only; the last nine, from `large_mlp` on, only with --target.
-        tasks: these statistics only.
-        parts: models, growth of one as its sizes grow, compilation; all if nothing else is chosen.
-        rounds: at most so many timed runs of each candidate, which take turns; the fastest counts.
-        budget: seconds after which a candidate sits out the remaining rounds.
-        peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
-        rates: measure the rates that the plan prices strategies with, in place of statistics.
-        target: compile for this chip and judge the compiled programs; nothing runs.
-        ours: leave out other packages and `vmap(grad)`, which take most of the time.
-        out: where `results.json` and the figures go, or `rates.json`, or a target's `tpu-v5e.json`.
-    """
-    if rates:
-        if loss or cases or tasks or parts or target:
-            raise LabError("--rates measures the machine: no loss, cases, tasks, parts or target.")
-        _bench_rates(rounds, budget, out / "rates.json")
-        return
-    if target:
-        if parts:
-            raise LabError("--target compiles models, and has no parts.")
-        _bench_target(target, (*cases, loss) if loss else cases, tasks, ours, out)
-        return
-    if large := [name for name in cases if name in get_args(LargeName)]:
-        raise LabError(f"{', '.join(large)}: too large to run here. With --target it is compiled.")
-    from pergrad.lab.bench import drawings, run, tables
-
-    console = Console()
-    wanted = run.items(parts, (*cases, loss) if loss else cases, tasks)
-    settings = run.Settings(rounds, budget, peak)
-    every = run.run(
-        wanted,
-        lambda item: run.measure(item, settings, ours=ours),
-        run.about(settings),
-        out / "results.json",
-    )
-    for item, rows in run.comparisons(every).items():
-        if item.part == "models":
-            tables.show(console, str(item), rows, tables.RUNS)
-    if built := tables.building(every):
-        console.print(
-            Text(f"seconds to trace and compile, then multiples of them\n{built}"), soft_wrap=True
-        )
-    console.print(f"times are the fastest of at most {rounds} rounds")
-    for path in (out / "results.json", *drawings.write(every, out)):
-        console.print(Text(str(path), "bold"), soft_wrap=True)
-
-
-def _bench_rates(rounds: int, budget: float, out: Path) -> None:
-    from pergrad.lab.bench import rates
-    from pergrad.lab.run import records
-
-    if rounds < 1:
-        raise LabError(f"rounds must be at least 1, not {rounds}.")
-    with disk_errors(out):  # before anything is measured that could not be written
-        out.parent.mkdir(parents=True, exist_ok=True)
-    measured = rates.measure(rounds=rounds, budget=budget)
-    known = rates.of_package()
-    records.write_json(out, rates.with_measured(known, measured))
-    print(rates.table(known[rates.name_of_today(known)]["rates"], measured))
-    Console().print(Text(str(out), "bold"), soft_wrap=True)
-
-
-def _bench_target(
-    target: TargetName, names: Sequence[str], wanted: Sequence[TaskName], ours: bool, out: Path
-) -> None:
-    from pergrad.lab.bench import compilers, run, tables
-    from pergrad.lab.bench import target as targets
-
-    compilers.use(target)
-    console = Console()
-    path = out / f"{target.replace(':', '-')}.json"
-    every = run.run(
-        targets.items(names, wanted),
-        lambda item: targets.measure(item, target, ours=ours),
-        targets.about(target),
-        path,
-    )
-    for item, rows in run.comparisons(every).items():
-        tables.show(console, targets.title(item, target), rows, targets.columns(target))
-    console.print(Text(str(path), "bold"), soft_wrap=True)
+    plans.show(Console(), pg.explain(function, stats)(params, batch))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -374,6 +338,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sweep": sweep,
     "study": study,
     "report": report,
+    "watch": watch,
     "bench": bench,
     "explain": explain,
 }

@@ -174,6 +174,6 @@ class _TimeLeft(ProgressColumn):
 
 def _work(config: Train) -> tuple[str, int]:
     """The unit of work, tokens or images, and how many of them a step sees."""
-    if config.data == "digits":
+    if config.domain == "images":
         return "images", config.batch_size
     return "tokens", config.batch_size * config.model.context

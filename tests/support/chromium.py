@@ -85,14 +85,14 @@ class Browser:
         self._session = self._call("Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
         self._call("Page.enable")
 
-    def open(self, page: Path, width: int, *, dark: bool = False) -> None:
-        """Shows a file in a window that is so many pixels wide, in the colours of that mode."""
+    def open(self, page: Path | str, width: int, *, dark: bool = False) -> None:
+        """Shows a file or an address in a window of that many pixels, in the colours of that mode."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         self._events.clear()
-        self._call("Page.navigate", url=page.resolve().as_uri())
+        self._call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while "Page.loadEventFired" not in self._events:
             self._read()
 
@@ -192,16 +192,21 @@ def check(browser: Browser, page: Path) -> None:
             browser.open(page, width, dark=dark)
             where = f"{page.name}, {width} pixels, {'dark' if dark else 'light'}"
             assert not (faults := browser.ask(FAULTS)), f"{where}: {faults}"
-        colours = browser.ask(COLOURS)
-        pale = [text for text, ink, ground in colours if _contrast(ink, ground) < CONTRAST]
-        assert colours and not pale, f"{where}: hard to read: {pale}"
-        ground = np.array(colours[0][2])
+        assert not (hard := pale(browser)), f"{where}: hard to read: {hard}"
+        ground = np.array(browser.ask(COLOURS)[0][2])
         for place in browser.ask(PICTURES):
             png = browser.screenshot(**place, scale=0.25)
             corner = 255 * matplotlib.image.imread(io.BytesIO(png), format="png")[-2, -2, :3]
             assert abs(corner - ground).max() < 4, (
                 f"{where}: a picture on {corner}, the page on {ground}"
             )
+
+
+def pale(browser: Browser) -> list[str]:
+    """The texts on the page that are hard to read, because their colour is close to their ground's."""
+    colours = browser.ask(COLOURS)
+    assert colours, "the page has no text"
+    return [text for text, ink, ground in colours if _contrast(ink, ground) < CONTRAST]
 
 
 def _contrast(a: list[float], b: list[float]) -> float:

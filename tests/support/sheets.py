@@ -25,22 +25,27 @@ ARROWS = {"^", "v", "<", ">"}
 def checked() -> Iterator[list[str]]:
     """Checks every figure that is drawn within; gives the titles of those that were."""
     drawn: list[str] = []
-    render = sheets.render
 
-    def render_and_check(title: str, draw: Any) -> tuple[bytes, bytes]:
-        kept: list[Sheet] = []
+    def checking(render: Any) -> Any:
+        def render_and_check(title: str, draw: Any) -> Any:
+            kept: list[Sheet] = []
 
-        def keep(sheet: Sheet) -> None:
-            kept.append(sheet)
-            draw(sheet)
+            def keep(sheet: Sheet) -> None:
+                kept.append(sheet)
+                draw(sheet)
 
-        out = render(title, keep)
-        check(kept[0], title)
-        drawn.append(title)
-        return out
+            out = render(title, keep)
+            check(kept[0], title)
+            if render is not narrow:
+                drawn.append(title)
+            return out
 
+        return render_and_check
+
+    narrow = sheets.narrow
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sheets, "render", render_and_check)
+        patch.setattr(sheets, "render", checking(sheets.render))
+        patch.setattr(sheets, "narrow", checking(narrow))
         yield drawn
 
 

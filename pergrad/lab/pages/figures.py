@@ -200,11 +200,10 @@ def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str])
         top, ax = fig.subplots(2, 1, sharex=True, height_ratios=[0.2 * len(rows) + 0.1, 3.4])
         top.set_ylim(len(rows) - 0.4, -0.6)
         top.yaxis.tick_right()
-        top.set_yticks(
-            range(len(rows)),
-            [sheet.plain(textwrap.shorten(name, 30, placeholder="…"), 30) for name in rows],
-            fontsize=8,
-        )
+        # On a narrow sheet there is no room for names: the marks have the colours of the methods.
+        names = [sheet.plain(textwrap.shorten(name, 30, placeholder="…"), 30) for name in rows]
+        names = [""] * len(rows) if sheet.is_narrow(fig) else names
+        top.set_yticks(range(len(rows)), names, fontsize=8)
         top.set_ylabel("above the\nfigure", rotation=0, ha="right", va="center", fontsize=8)
         top.tick_params(which="both", length=0, labelbottom=False)
         # A number at the first or the last rate reaches over the edge of the strip.
@@ -244,9 +243,13 @@ def bars_with_intervals(
     Means are dots: bars would have to begin at 0, and would hide small differences of large losses.
     Methods of one `kind` have one colour; by default each method is a kind of its own.
     """
-    labels = [sheet.plain(name, 34) for name in by_method]
+    labels, numbers = [sheet.plain(name, 34) for name in by_method], list(map(str, by_method.values()))
+    if sheet.is_narrow(fig):  # the number stands below the name, and both above the dot
+        labels = [f"{label}\n{number}" for label, number in zip(labels, numbers, strict=True)]
     lines = max((label.count("\n") + 1 for label in labels), default=1)
-    fig.set_figheight(1.5 + max(0.42, 0.12 + sheet.LINE * lines) * len(by_method))
+    fig.set_figheight(
+        1.5 + max(0.42, 0.12 + sheet.LINE * (lines + sheet.is_narrow(fig))) * len(by_method)
+    )
     seen = sheet.limits(*columns(filter(_has_mean, by_method.values())), log=log) or (0.0, 1.0)
     ax = fig.add_subplot()
     ax.set_xscale("log" if log else "linear")
@@ -265,22 +268,34 @@ def bars_with_intervals(
             if is_out:
                 sheet.arrow(ax, seen[edge], row, to, look["color"])
                 outside = " (an arrow: it goes on outside)"
-    ax.set_xlabel(sheet.plain(xlabel + outside, 52))
+    ax.set_xlabel(sheet.plain(xlabel + outside, 40 if sheet.is_narrow(fig) else 52))
     if log:
         sheet.plain_log(ax.xaxis)
     else:
         ax.locator_params(axis="x", nbins=6)
-    rows = range(len(by_method))
-    ax.set_yticks(rows, labels)
     ax.set_ylim(len(by_method) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
-    numbers = ax.secondary_yaxis("right")
-    numbers.set_yticks(rows, [str(e) for e in by_method.values()])
-    for side in (ax, numbers):
-        side.tick_params(axis="y", length=0, pad=8)  # arrows stand on the edge
-    numbers.spines["right"].set_visible(False)
+    (_above if sheet.is_narrow(fig) else _beside)(ax, labels, numbers)
     if ax.has_data() and seen[0] < 0 < seen[1]:
         ax.axvline(0, color="#222222", lw=1.2, zorder=1)
+
+
+def _beside(ax: Axes, labels: Sequence[str], numbers: Sequence[str]) -> None:
+    """Writes the names of the rows on the left of the axes, and their numbers on the right."""
+    rows = range(len(labels))
+    ax.set_yticks(rows, labels)
+    right = ax.secondary_yaxis("right")
+    right.set_yticks(rows, numbers)
+    for side in (ax, right):
+        side.tick_params(axis="y", length=0, pad=8)  # arrows stand on the edge
+    right.spines["right"].set_visible(False)
+
+
+def _above(ax: Axes, labels: Sequence[str], numbers: Sequence[str]) -> None:
+    """Writes the names of the rows, which have the numbers already, above their dots."""
+    ax.set_yticks([])
+    for row, label in enumerate(labels):
+        ax.text(0.01, row - 0.1, label, transform=ax.get_yaxis_transform(), fontsize=9, va="bottom")
 
 
 def heat_map(
@@ -317,7 +332,8 @@ def heat_map(
     ax.fill_between(ex[[0, -1]], *ey[[0, -1]], **hatched, zorder=0)
     white = {"edgecolors": "white", "linewidth": 0.4 if z.size <= 200 else 0}
     mesh = ax.pcolormesh(ex, ey, z, cmap="viridis", **white, zorder=1)
-    fig.colorbar(mesh, ax=ax, label=sheet.plain(label, 38)).outline.set_visible(False)
+    side: Any = {"location": "bottom", "fraction": 0.06} if sheet.is_narrow(fig) else {}
+    fig.colorbar(mesh, ax=ax, label=sheet.plain(label, 38), **side).outline.set_visible(False)
     entries: list[tuple[Any, str]] = []
     for i, (name, (at_x, at_y)) in enumerate(marks.items()):
         (mark,) = ax.plot(
@@ -330,13 +346,14 @@ def heat_map(
         sheet.ticks(ax.xaxis, x, logx)
         sheet.ticks(ax.yaxis, y, logy)
     else:
-        ax.set_xticks(x, ticks[0])
+        ax.set_xticks(x, ticks[0], rotation=90 if sheet.is_narrow(fig) else 0)
         ax.set_yticks(y, ticks[1])
     if entries:
         labels = [sheet.plain(name, 30) for _, name in entries]
-        fig.legend(
-            [mark for mark, _ in entries], labels, loc="outside lower left", ncols=min(3, len(entries))
-        )
+        columns = 1 if sheet.is_narrow(fig) else min(3, len(entries))
+        fig.legend([mark for mark, _ in entries], labels, loc="outside lower left", ncols=columns)
+        if sheet.is_narrow(fig):
+            fig.set_figheight(fig.get_figheight() + sheet.LINE * (len(entries) + 2))
 
 
 def _has_mean(e: decide.Estimate) -> bool:

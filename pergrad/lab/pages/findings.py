@@ -35,9 +35,30 @@ def rows(tuned: Mapping[str, sweep.Tuned]) -> list[dict[str, Any]]:
     return [
         {"method": name, "learning_rate": rate, "seed": seed, **run}
         for name, own in tuned.items()
-        for rate, by_seed in own.runs.items()
-        for seed, run in by_seed.items()
+        for rate, seed, run in _runs(own)
     ]
+
+
+def _runs(own: sweep.Tuned) -> list[tuple[float, int, dict[str, Any]]]:
+    """The learning rate, the seed and the result of every run: first of those that chose the rate."""
+    tried = [(rate, seed, run) for rate, runs in own.tried.items() for seed, run in runs.items()]
+    return tried + [(own.method.learning_rate, seed, run) for seed, run in own.runs.items()]
+
+
+def read(rows: Sequence[Mapping[str, Any]], methods: Mapping[str, Train]) -> dict[str, sweep.Tuned]:
+    """The inverse of `rows`, from the lines of a `results.jsonl`; `methods` are the methods by name."""
+    out = {}
+    for name, method in methods.items():
+        tried: dict[float, dict[int, Any]] = {}
+        runs: dict[int, Any] = {}
+        rate = method.learning_rate
+        for row in (row for row in rows if row.get("method") == name):
+            if row["seed"] >= sweep.TUNING_SEED:
+                tried.setdefault(row["learning_rate"], {})[row["seed"]] = row
+            else:
+                runs[row["seed"]], rate = row, row["learning_rate"]
+        out[name] = sweep.Tuned(dataclasses.replace(method, learning_rate=rate), tried, runs)
+    return out
 
 
 def page(tuned: Mapping[str, sweep.Tuned], root: Path, *, title: str, command: str) -> report.Page:
@@ -66,7 +87,7 @@ def count(tuned: Mapping[str, sweep.Tuned]) -> str:
     seeds = max(len(own.reported) for own in tuned.values())
     return (
         f"{len(rows(tuned))} training runs. At the learning rate that was chosen for it, each method "
-        f"ran with {seeds} seed{'s' * (seeds > 1)}."
+        f"ran with {seeds} seed{'s' * (seeds > 1)}, none of which chose it."
     )
 
 
@@ -75,8 +96,7 @@ def configs(tuned: Mapping[str, sweep.Tuned]) -> set[Train]:
     return {
         dataclasses.replace(own.method, learning_rate=rate, seed=seed)
         for own in tuned.values()
-        for rate, by_seed in own.runs.items()
-        for seed in by_seed
+        for rate, seed, _ in _runs(own)
     }
 
 
@@ -97,11 +117,15 @@ def compare(tuned: Mapping[str, sweep.Tuned], pairs: Sequence[tuple[str, str]]) 
 
 def tuning(tuned: Mapping[str, sweep.Tuned], title: str = "Learning rates") -> report.Section:
     """Which learning rates were tried, and how they did with the seeds that choose."""
-    by_rate = {name: _by_rate(own) for name, own in tuned.items()}
+    by_rate = {
+        name: {rate: decide.estimate(losses) for rate, losses in own.by_rate.items()}
+        for name, own in tuned.items()
+    }
     return report.Section(
         title,
-        "Each method was given the learning rate with the lowest mean loss on one half of the "
-        "validation data. " + _edges(tuned),
+        "Each method was given the learning rate at the lowest point of a parabola through the best "
+        "rate and its two neighbours, by the mean loss on one half of the validation data, over seeds "
+        "that are not reported. " + _edges(tuned),
         figures=[
             report.Figure(
                 "Final loss against learning rate",
@@ -125,7 +149,7 @@ def at_best(
     return report.Section(
         "Each at its best",
         "Each method runs at the learning rate that suits it best. One half of the validation data "
-        "chose that rate; the losses here are those on the other half, which chose nothing. One method "
+        "chose that rate, with other seeds; the losses here are those on the other half. One method "
         "ends below another if its loss at the end of training is lower.",
         figures=[
             report.Figure(
@@ -146,19 +170,10 @@ def at_best(
     )
 
 
-def _by_rate(own: sweep.Tuned) -> dict[float, decide.Estimate]:
-    """The loss at each rate, over the seeds that ran at all rates (more ran at the chosen one)."""
-    seeds = [seed for seed in own.reported if all(seed in runs for runs in own.runs.values())]
-    return {
-        rate: decide.estimate([sweep.loss_of(runs[seed], "tune_loss") for seed in seeds])
-        for rate, runs in own.runs.items()
-    }
-
-
 def _edges(tuned: Mapping[str, sweep.Tuned]) -> str:
     left = [name for name, own in tuned.items() if own.is_on_edge]
     if not left:
-        return "No chosen learning rate is the smallest or the largest that was tried."
+        return "No best rate is the smallest or the largest that was tried."
     return (
         "For these methods it is the smallest or the largest that was tried, so another may suit them "
         f"better: {'; '.join(left)}."
@@ -168,8 +183,8 @@ def _edges(tuned: Mapping[str, sweep.Tuned]) -> str:
 def _table(tuned: Mapping[str, sweep.Tuned], best: Mapping[str, decide.Estimate]) -> report.Table:
     rows: list[Sequence[str]] = []
     for name, own in tuned.items():
-        runs = [run for by_seed in own.runs.values() for run in by_seed.values()]
-        diverged = sum(run["diverged"] for run in runs)
+        runs = _runs(own)
+        diverged = sum(run["diverged"] for _, _, run in runs)
         rows.append(
             [name, f"{own.method.learning_rate:g}", str(best[name]), f"{diverged} of {len(runs)}"]
         )

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +24,7 @@ from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures, report
 from pergrad.lab.pages.findings import Curve, curve
-from pergrad.lab.run import records
+from pergrad.lab.run import found, records
 
 FEW_LAYERS = 14  # lines that a figure has room for
 FEW_METHODS = 6  # figures of layers that a page has room for
@@ -46,7 +43,7 @@ class Found:
 
     @property
     def diverged(self) -> bool:
-        at_the_end = bool(self.rows) and _number(self.rows[-1]["loss"]) is None
+        at_the_end = bool(self.rows) and found.number(self.rows[-1]["loss"]) is None
         return at_the_end or (self.result is not None and self.result["diverged"])
 
     @property
@@ -60,8 +57,7 @@ Methods = Mapping[str, Sequence[Found]]  # a method has at least one run, and on
 
 def write(paths: Sequence[Path], out: Path, *, command: str) -> Path:
     """Writes `results.jsonl`, figures and page of all runs in `paths`; returns the page's path."""
-    found = find(paths)
-    methods = group(found)
+    methods = group(find(paths))
     return report.write(page(methods, command=command), out, _results(methods))
 
 
@@ -72,22 +68,18 @@ def find(paths: Sequence[Path]) -> list[Found]:
     """The runs in `paths`, each the directory of a run or one that contains runs, at any depth."""
     if not paths:
         raise LabError("which runs? Name their directories, such as runs/first.")
-    found: dict[Path, Found] = {}
+    runs: dict[Path, Found] = {}
     for path in paths:
-        inside = [path] if (path / "config.json").exists() else _inside(path)
+        if not path.is_dir():
+            raise LabError(f"there is no directory {path}.")
+        inside = found.directories(path)
         if not inside:
             raise LabError(f"there is no run in {path}: a run's directory has a config.json.")
         for run in sorted(map(_read, inside), key=_order):
-            found.setdefault(run.path.resolve(), run)
-    if not any(run.rows for run in found.values()):
+            runs.setdefault(run.path.resolve(), run)
+    if not any(run.rows for run in runs.values()):
         raise LabError(f"{paths[0]} has no metrics yet: wait for its first steps.")
-    return list(found.values())
-
-
-def _inside(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise LabError(f"there is no directory {path}.")
-    return [file.parent for file in path.rglob("config.json")]
+    return list(runs.values())
 
 
 def _order(run: Found) -> Any:
@@ -97,49 +89,20 @@ def _order(run: Found) -> Any:
 
 
 def _read(path: Path) -> Found:
-    file = path / "config.json"
-    about = records.read_json(file)
-    try:
-        config = configs.from_json(about["config"])
-        hash(config)
-        numbers = [config.seed, config.batch_size, config.steps]
-        if config.optimizer not in get_args(OptimizerName) or not all(type(n) is int for n in numbers):
-            raise LabError(f"no run has the optimizer {config.optimizer!r} and the numbers {numbers}.")
-        digest, made_with = str(about["data"]["digest"]), dict(about["versions"])
-    except (KeyError, TypeError, ValueError, AttributeError, LabError) as error:
-        raise LabError(f"{file} is not the configuration of a run: {error}") from error
-    return Found(
-        path, config, digest, made_with, _metrics(path / "metrics.jsonl"), records.read_result(path)
-    )
+    said = found.about(path)
+    rows = found.rows(path / "metrics.jsonl")
+    return Found(path, said.config, said.digest, said.versions, rows, records.read_result(path))
 
 
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows that are complete. The last line of a run that is not done may be half written."""
-    try:
-        *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
-        rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise LabError(f"{file} cannot be read ({error}).") from error
-    for step, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or row.get("step") != step or "loss" not in row:
-            raise LabError(f"line {step} of {file} is not the metrics of step {step}.")
-    return rows
-
-
-def group(found: Sequence[Found]) -> dict[str, list[Found]]:
+def group(runs: Sequence[Found]) -> dict[str, list[Found]]:
     """Runs by the name of their method. Of two runs with one method and seed, the longer one counts."""
     methods: dict[Any, dict[int, Found]] = {}
-    for run in found:
+    for run in runs:
         by_seed = methods.setdefault(run.method, {})
         same = by_seed.get(run.config.seed)
         if same is None or _progress(run) > _progress(same):
             by_seed[run.config.seed] = run
-    options = [dict(_flat(configs.to_json(config))) for config, _ in methods]
-    varied = [name for name in options[0] if len({str(own[name]) for own in options}) > 1]
-    varied = [name for name in varied if name != "optimizer"]
-    names = [
-        ", ".join([own["optimizer"], *(_said(name, own[name]) for name in varied)]) for own in options
-    ]
+    names = found.names([config for config, _ in methods])
     count = collections.Counter(names)
     out = {}
     for name, ((_, digest), by_seed) in zip(names, methods.items(), strict=True):
@@ -150,22 +113,6 @@ def group(found: Sequence[Found]) -> dict[str, list[Found]]:
 
 def _progress(run: Found) -> tuple[bool, int]:
     return run.result is not None, len(run.rows)
-
-
-def _flat(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{inside}{name}.")
-        else:
-            yield f"{inside}{name}", value
-
-
-def _said(option: str, value: Any) -> str:
-    """An option in words: `model.width` of 64 is "width 64", and `clip` of None is "no clip"."""
-    words = option.removeprefix("model.").replace("_", " ")
-    return (
-        f"no {words}" if value is None else f"{words} {f'{value:g}' if type(value) is float else value}"
-    )
 
 
 def _results(methods: Methods) -> Iterator[dict[str, Any]]:
@@ -290,7 +237,8 @@ def _training(methods: Methods) -> report.Section:
     def drawn(title: str, field: str, ylabel: str) -> report.Figure:
         curves = {
             name: curve(
-                [[_number(row.get(field)) for row in run.rows] for run in own], own[0].config.batch_size
+                [[found.number(row.get(field)) for row in run.rows] for run in own],
+                own[0].config.batch_size,
             )
             for name, own in begun.items()
         }
@@ -319,10 +267,8 @@ def _noise(methods: Methods) -> Iterator[report.Section]:
         "The noise scale is the size of the batch in whose mean gradient noise and signal are equal. A "
         "step without a point is one at which no run saw any signal: its noise scale would be infinite."
     )
-    layers = sorted(
-        {name.removeprefix("noise_share") for own in methods.values() for name in _noise_names(own)}
-        - {""}
-    )
+    seen = [noise for own in methods.values() for noise in _noises(own)]
+    layers = sorted({layer for noise in seen for layer in found.layers_of(noise)})
     if len(layers) > FEW_LAYERS or len(scales) > FEW_METHODS:
         text += (
             " The noise in each layer is not drawn, because there are too many layers or methods: it is "
@@ -335,28 +281,21 @@ def _noise(methods: Methods) -> Iterator[report.Section]:
 
 def _layers(name: str, runs: Sequence[Found], paths: Sequence[str]) -> report.Figure:
     def part(path: str) -> Callable[[Mapping[str, Any]], float | None]:
-        def of(noise: Mapping[str, Any]) -> float | None:
-            share = _number(noise.get(f"noise_share{path}"))
-            return None if share is None else share / (1 + share)
+        return lambda noise: found.noise_in_divisor(noise, path)
 
-        return of
-
-    curves = {_layer(path): c for path in paths for c in _curves({name: runs}, part(path)).values()}
+    every = {found.layer_name(path): _curves({name: runs}, part(path)) for path in paths}
+    curves = {layer: own[name] for layer, own in every.items() if name in own}
     caption = (
         "How much of the square of a batch's mean gradient is noise, in each layer: 0 is all signal, 1 "
-        "all noise. It is noise_share / (1 + noise_share)."
+        "all noise. It is noise_share / (1 + noise_share), and 1 where no signal was seen."
     )
     return _lines(f"Noise share of layers: {name}", caption, curves, "part that is noise", curves)
 
 
-def _noise_names(runs: Sequence[Found]) -> set[str]:
-    seen = (row["noise"] for run in runs for row in run.rows if isinstance(row.get("noise"), dict))
-    return {name for noise in seen for name in noise if name.startswith("noise_share")}
-
-
-def _layer(path: str) -> str:
-    """`/block/kernel/value` as `block.kernel`."""
-    return ".".join(re.findall(r"\w+", path.removesuffix("/value"))) or path
+def _noises(runs: Sequence[Found]) -> list[Mapping[str, Any]]:
+    """The noise diagnostics of all rows that have them."""
+    noises = (found.noise_of(row) for run in runs for row in run.rows)
+    return [noise for noise in noises if noise is not None]
 
 
 def _curves(methods: Methods, number: Callable[[Mapping[str, Any]], Any]) -> dict[str, Curve]:
@@ -366,8 +305,8 @@ def _curves(methods: Methods, number: Callable[[Mapping[str, Any]], Any]) -> dic
         at: dict[int, list[float]] = {}
         for run in own:
             for row in run.rows:
-                noise = row.get("noise")
-                x = _number(number(noise)) if isinstance(noise, dict) else None
+                noise = found.noise_of(row)
+                x = None if noise is None else found.number(number(noise))
                 if x is not None:
                     at.setdefault(row["step"] * run.config.batch_size, []).append(x)
         if at:
@@ -391,11 +330,6 @@ def _lines(
     return report.Figure(title, caption, draw)
 
 
-def _number(x: Any) -> float | None:
-    """`x` as a float; None if it is not finite, or not a number."""
-    return float(x) if isinstance(x, int | float) and math.isfinite(x) else None
-
-
 def _listed(methods: Methods) -> report.Section:
     rows = []
     for name, own in methods.items():
@@ -406,7 +340,24 @@ def _listed(methods: Methods) -> report.Section:
             rows.append([name, str(run.config.seed), steps, _state(run), shown, str(run.path)])
     header = ["method", "seed", "steps", "state", "final loss (nats)", "directory"]
     text = "Every run, how far it has come, and where its files are."
-    return report.Section("Runs", text, tables=[report.Table("All runs", header, rows)])
+    ends = {
+        f"{name}, seed {seed}": (name, loss)
+        for name, own in methods.items()
+        for seed, loss in _final(own).items()
+    }
+    drawn = report.Figure(
+        "Final loss of each run",
+        "The loss at the end of training, of the runs that are done; lower is better.",
+        lambda fig: figures.bars_with_intervals(
+            fig,
+            {run: decide.estimate([loss]) for run, (_, loss) in ends.items()},
+            xlabel="final loss (nats)",
+            names=list(methods),
+            kind=lambda run: ends[run][0] if run in ends else run,
+        ),
+    )
+    table = report.Table("All runs", header, rows)
+    return report.Section("Runs", text, figures=[drawn] if ends else [], tables=[table])
 
 
 def _state(run: Found) -> str:

@@ -3,10 +3,14 @@
 Every figure of the lab keeps two rules. Every value is seen: a value that would flatten all others lies
 outside the axes, but an arrow at their edge points to it, and its number is written on the sheet. And
 every label can be read: the sheet grows until the names fit, so that none is cut or covers another.
+
+A figure is drawn twice: on a sheet as wide as a page, and on one as narrow as a phone. As SVG it follows
+the reader's colours: it has those of the day, and a style that puts others in their place at night.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import math
@@ -24,13 +28,38 @@ from matplotlib.figure import Figure as Sheet
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-# The colours of Okabe and Ito, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
+# The colours of Okabe and Ito, which colour-blind readers can tell apart, and lighter ones for night.
+_METHODS = {
+    "#0072b2": "#4c9aff",
+    "#d55e00": "#ff8342",
+    "#009e73": "#2cc99a",
+    "#cc79a7": "#e59ac6",
+    "#e69f00": "#f5b335",
+    "#56b4e9": "#8fd3ff",
+    "#4d4d4d": "#b8bec6",
+}
+_COLOURS = tuple(_METHODS)
+_INK, _GROUND = "#1c1e21", "#ffffff"
+_NIGHT = _METHODS | {
+    _GROUND: "#16181b",
+    _INK: "#e6e7e9",
+    "#000000": "#e6e7e9",
+    "#222222": "#d5d8dc",
+    "#444444": "#a3a9b1",
+    "#666666": "#8b929b",
+    "#888888": "#70767e",
+    "#dddddd": "#33383e",
+    "#e6e6e6": "#33383e",
+    "#f3f3f3": "#22262b",
+}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", "-.", ":")
 
+WIDE, NARROW = 7.6, 4.0  # inches: the width of a sheet
 _STYLE = {
-    "figure.figsize": (7.6, 4.3),
+    "figure.figsize": (WIDE, 4.3),
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
     "savefig.dpi": 160,
     "svg.hashsalt": "pergrad",
     "font.size": 10,
@@ -53,16 +82,45 @@ _ROOM_BESIDE = 3.5  # inches: a legend up to this height fits beside axes of the
 
 def render(title: str, draw: Callable[[Sheet], None]) -> tuple[bytes, bytes]:
     """A figure with its title, as PNG and as SVG."""
-    png, svg = io.BytesIO(), io.BytesIO()
+    png = io.BytesIO()
+    with _drawn(title, draw, WIDE) as sheet:
+        sheet.savefig(png, format="png", metadata={"Software": None})
+        return png.getvalue(), _svg(sheet)
+
+
+def narrow(title: str, draw: Callable[[Sheet], None]) -> bytes:
+    """The same figure on a sheet as narrow as a phone, as SVG."""
+    with _drawn(title, draw, NARROW) as sheet:
+        return _svg(sheet)
+
+
+@contextlib.contextmanager
+def _drawn(title: str, draw: Callable[[Sheet], None], width: float) -> Iterator[Sheet]:
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         # The font may lack a letter (it has no Chinese). A box in its place does not spoil the page.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         sheet = Sheet(layout="constrained")
+        sheet.set_figwidth(width)
         draw(sheet)
         sheet.suptitle(plain(title, int(9.4 * sheet.get_figwidth())), x=0.01, ha="left")
-        sheet.savefig(png, format="png", metadata={"Software": None})
-        sheet.savefig(svg, format="svg", metadata={"Date": None})
-    return png.getvalue(), svg.getvalue()
+        yield sheet
+
+
+def _svg(sheet: Sheet) -> bytes:
+    """The sheet as SVG, with a style that changes its colours at night."""
+    out = io.StringIO()
+    sheet.savefig(out, format="svg", metadata={"Date": None})
+    rules = (
+        f'[style*="{what}: {day}"],[{what}="{day}"]{{{what}:{night} !important}}'
+        for day, night in _NIGHT.items()
+        for what in ("fill", "stroke")
+    )
+    style = f"<style>@media screen and (prefers-color-scheme: dark){{{''.join(rules)}}}</style>\n"
+    return out.getvalue().replace('<g id="figure_1">', f'{style}<g id="figure_1">', 1).encode()
+
+
+def is_narrow(fig: Any) -> bool:
+    return fig.get_figwidth() < (WIDE + NARROW) / 2
 
 
 # Axes, names and legends.
@@ -75,7 +133,7 @@ def axes(fig: Sheet, xlabel: str, ylabel: str) -> Axes:
 
 
 def label(ax: Axes, xlabel: str, ylabel: str) -> None:
-    ax.set_xlabel(plain(xlabel, 70))
+    ax.set_xlabel(plain(xlabel, 36 if is_narrow(ax.figure) else 70))
     ax.set_ylabel(plain(ylabel, 38))
 
 
@@ -96,17 +154,21 @@ def grey(**look: Any) -> Line2D:
 
 
 def legend(fig: Sheet, ax: Axes, entries: Sequence[tuple[Any, str]]) -> None:
-    """Draws a legend beside the axes if it fits there; else below them, in two columns."""
+    """Draws a legend beside the axes if it fits there; else below them, in two columns.
+
+    On a narrow sheet it is always below them, in one column.
+    """
     handles = [handle for handle, _ in entries]
     beside = [_lines(said, 28) for _, said in entries]
     look = {"labelspacing": 0.7, "fontsize": 9}
-    if _height(beside) <= max(_ROOM_BESIDE, fig.get_figheight() - 0.8):
+    if not is_narrow(fig) and _height(beside) <= max(_ROOM_BESIDE, fig.get_figheight() - 0.8):
         ax.legend(handles, beside, **look, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
         return
+    columns = 1 if is_narrow(fig) else 2
     below = [_lines(said, 46) for _, said in entries]
-    half = (len(below) + 1) // 2
+    half = -(-len(below) // columns)
     fig.set_figheight(fig.get_figheight() + max(_height(below[:half]), _height(below[half:])))
-    fig.legend(handles, below, **look, loc="outside lower left", ncols=2)
+    fig.legend(handles, below, **look, loc="outside lower left", ncols=columns)
 
 
 def _lines(text: str, width: int) -> str:
@@ -181,7 +243,8 @@ def ticks(axis: Axis, values: Iterable[float], log: bool) -> None:
     """Sets ticks at the values themselves, if there is room for their labels."""
     points = np.array(sorted(set(values)))
     gaps = np.diff(np.log(points) if log else points)
-    if len(points) <= 10 and (not len(gaps) or gaps.min() > 0.08 * gaps.sum()):
+    most = 5 if is_narrow(axis.get_figure()) else 10
+    if len(points) <= most and (not len(gaps) or gaps.min() > 0.8 / most * gaps.sum()):
         axis.set_ticks(points.tolist(), labels=[short(v) for v in points])
         axis.set_minor_locator(NullLocator())
 

@@ -10,13 +10,14 @@ import pergrad.lab.pages.sheet
 from pergrad.lab.compare.decide import estimate
 from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures
-from pergrad.lab.pages.sheet import limits, look_of, outside, short
+from pergrad.lab.pages.sheet import NARROW, WIDE, limits, look_of, outside, short
 from tests.support import sheets
 from tests.support.made_up import BEST, DRAWINGS, FALL, LOST, RATES, STEPS, a_map
 
 
-def drawn(name):
+def drawn(name, width=WIDE):
     sheet = Sheet(layout="constrained")
+    sheet.set_figwidth(width)
     DRAWINGS[name](sheet)
     sheet.draw_without_rendering()
     return sheet
@@ -214,9 +215,11 @@ def test_methods_differ_in_more_than_colour():
     assert len({look["color"] for look in first}) == len({look["marker"] for look in first}) == 7
 
 
+@pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_labels_stay_beside_the_data_and_on_the_sheet(name):
-    sheet = drawn(name)
+def test_labels_stay_beside_the_data_and_on_the_sheet(name, width):
+    sheet = drawn(name, width)
+    assert sheet.get_figwidth() == width
     legends = [*sheet.legends, *(ax.get_legend() for ax in sheet.axes if ax.get_legend())]
     for legend in legends:
         box = legend.get_window_extent()
@@ -233,11 +236,10 @@ def test_long_names_are_read_in_full(count):
     bars = {name: estimate([i, i + 1, i + 3]) for i, name in enumerate(names)}
     rates = {name: {1e-3: e, 2e-3: LOST} for name, e in bars.items()}
     with sheets.checked() as titles:
-        pergrad.lab.pages.sheet.render(
-            "lines", lambda fig: figures.lines_with_bands(fig, curves, "step", "loss")
-        )
-        pergrad.lab.pages.sheet.render("bars", lambda fig: figures.bars_with_intervals(fig, bars))
-        pergrad.lab.pages.sheet.render("rates", lambda fig: figures.loss_against_rate(fig, rates))
+        for render in (pergrad.lab.pages.sheet.render, pergrad.lab.pages.sheet.narrow):
+            render("lines", lambda fig: figures.lines_with_bands(fig, curves, "step", "loss"))
+            render("bars", lambda fig: figures.bars_with_intervals(fig, bars))
+            render("rates", lambda fig: figures.loss_against_rate(fig, rates))
     assert len(titles) == 3
 
 

@@ -76,8 +76,8 @@ def test_runs(root, tmp_path, capsys):
     text = (tmp_path / "page" / "report.html").read_text()
     assert "This page tuned nothing" in text
     assert "<script>" not in text and "&lt;script&gt;" in text
-    drawn = ["final-loss-of-each-method", "gradient-norm", "noise-scale", "noise-share-of-layers-adam"]
-    drawn.append("training-loss")
+    drawn = ["final-loss-of-each-method", "final-loss-of-each-run", "gradient-norm", "noise-scale"]
+    drawn += ["noise-share-of-layers-adam", "training-loss"]
     assert [file.stem for file in sorted((tmp_path / "page" / "figures").glob("*.svg"))] == drawn
 
 
@@ -163,7 +163,8 @@ def test_figures_of_many_different_runs(tmp_path):
                 made(tmp_path / "runs" / f"{i}-{batch_size}-{seed}", config, losses)
     with sheets.checked() as drawn:
         gather.write([tmp_path / "runs"], tmp_path / "page", command="")
-    assert drawn == ["Final loss of each method", "Training loss", "Gradient norm"]
+    titles = ["Final loss of each method", "Training loss", "Gradient norm", "Final loss of each run"]
+    assert drawn == titles
 
 
 def test_other_data_is_another_method_and_not_compared(tmp_path):

@@ -54,14 +54,15 @@ def sweep(root: Path) -> Path:
         method = Train(optimizer=optimizer, steps=4, learning_rate=2e-3)
         ended: dict[float, dict[int, dict[str, float | bool | None]]] = {}
         for rate, worse in ((1e-3, 0.1), (2e-3, 0.0), (4e-3, 9.0), (8e-3, math.inf)):
-            for seed in (0, 1, 2):
+            for seed in (1000, 1001, 1002, *((0, 1, 2) if not worse else ())):
                 config = dataclasses.replace(method, learning_rate=rate, seed=seed)
-                last = best + worse + seed / 50
+                last = best + worse + seed % 1000 / 50
                 losses = [4.0, 3.0, 2.5, last if math.isfinite(last) else None]
                 made(records.directory(root / "runs", config), config, losses)
                 result = dict.fromkeys(("train_loss", "tune_loss", "test_loss"), losses[-1])
                 ended.setdefault(rate, {})[seed] = {**result, "steps": 4, "diverged": losses[-1] is None}
-        tuned[optimizer] = Tuned(method, ended)
+        reported = {seed: ended[2e-3].pop(seed) for seed in (0, 1, 2)}
+        tuned[optimizer] = Tuned(method, ended, reported)
     return findings.write(tuned, root / "runs", root, title="A sweep of optimizers", command="pergrad")
 
 
@@ -77,7 +78,7 @@ def test_page_in_a_browser(make, browser, tmp_path):
         ("<img alt='gone' src='data:image/png;base64,AAAA'>", "no picture: gone"),
         ("<a href='#nowhere'>link</a>", "a broken link: #nowhere"),
         ("<p style='color: #999'>pale words</p>", "hard to read: .*pale words"),
-        ("<style>figure img { filter: none !important; }</style>", "a picture on"),
+        ("<style>figure img { filter: invert(1); }</style>", "a picture on"),
     ],
 )
 def test_faults_are_found(fault, words, browser, tmp_path):

@@ -4,9 +4,11 @@ import base64
 import dataclasses
 import io
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import matplotlib
 import matplotlib.image
@@ -15,7 +17,7 @@ import pytest
 
 from pergrad.lab.compare.decide import estimate
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures
+from pergrad.lab.pages import figures, sheet
 from pergrad.lab.pages.report import Figure, Page, Section, Table, settings, write
 from tests.support.made_up import DRAWINGS, a_line, a_page
 from tests.support.pages import ROOT
@@ -26,7 +28,7 @@ ATTACKS = [
     "' onload='alert(1)",
     "</style><b>",
 ]
-VOID = {"img", "meta"}
+VOID = {"img", "meta", "source"}
 
 
 class Parsed(HTMLParser):
@@ -67,11 +69,16 @@ def colours(png):
     return len(np.unique(pixels[..., :3] @ np.array([1.0, 300.0, 90000.0])))
 
 
-def embedded(parsed):
-    head = "data:image/png;base64,"
-    sources = [image["src"] for image in parsed.named("img")]
+def embedded(parsed, tag="img", attribute="src"):
+    """The drawings of the page: those for a desk, or those for a phone, which are in <source>."""
+    head = "data:image/svg+xml;base64,"
+    sources = [image[attribute] for image in parsed.named(tag)]
     assert all(source.startswith(head) for source in sources)
     return [base64.b64decode(source.removeprefix(head), validate=True) for source in sources]
+
+
+def width(svg):
+    return float(ElementTree.fromstring(svg).attrib["width"].removesuffix("pt")) / 72
 
 
 # The page.
@@ -94,9 +101,8 @@ def test_everything_is_on_the_page(tmp_path):
         assert words in parsed.text
     assert {"versions.jax", "seeds", "none"} <= set(parsed.text.split())
     # The verdicts, above and in their section; the table; the configuration. Each scrolls by itself.
-    # So does the figure.
     assert len(parsed.named("table")) == 4
-    assert len([a for a in parsed.named("div") if a["class"] == "wide"]) == 4 + 1
+    assert len([a for a in parsed.named("div") if a["class"] == "wide"]) == 4
     assert [image["alt"] for image in parsed.named("img")] == ["A line. It goes down and up."]
     assert parsed.named("pre") and [a["href"] for a in parsed.named("a")] == ["#s0", "#s1"]
     assert {"s0", "s1"} == {a["id"] for a in parsed.named("section") if "id" in a}
@@ -109,13 +115,33 @@ def test_figures_are_in_the_page_and_beside_it(tmp_path):
     out = tmp_path / "out"
     inside = embedded(read(write(a_page(drawn=figures), out)))
     names = ["loss", "loss-2", "loss-2-2", "figure", "etc-x", "figure-2"]
-    assert inside == [(out / "figures" / f"{name}.png").read_bytes() for name in names]
-    assert all(colours(png) > 10 for png in inside)
-    svgs = [(out / "figures" / f"{name}.svg").read_text() for name in names]
-    assert all("<svg" in svg and "</svg>" in svg for svg in svgs)
+    assert inside == [(out / "figures" / f"{name}.svg").read_bytes() for name in names]
+    assert all(width(svg) == pytest.approx(sheet.WIDE) for svg in inside)
+    assert all(colours((out / "figures" / f"{name}.png").read_bytes()) > 10 for name in names)
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == {"report.html"} | {f"figures/{n}.{end}" for n in names for end in ("png", "svg")}
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_phone_has_drawings_of_its_own(tmp_path):
+    drawn = [Figure(name, "", draw) for name, draw in DRAWINGS.items()]
+    parsed = read(write(a_page(drawn=drawn), tmp_path))
+    assert {source["media"] for source in parsed.named("source")} == {"(max-width: 36rem)"}
+    narrow = embedded(parsed, "source", "srcset")
+    assert len(narrow) == len(DRAWINGS) == len(embedded(parsed))
+    assert all(width(svg) == pytest.approx(sheet.NARROW) for svg in narrow)
+
+
+def test_every_colour_but_those_of_maps_has_one_for_the_night(tmp_path):
+    drawn = [Figure(name, "", draw) for name, draw in DRAWINGS.items() if name != "map"]
+    for svg in embedded(read(write(a_page(drawn=drawn), tmp_path))):
+        text = svg.decode()
+        style, rest = text[: text.index('<g id="figure_1">')], text[text.index('<g id="figure_1">') :]
+        assert "prefers-color-scheme: dark" in style
+        used = set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", rest))
+        assert used
+        for what, colour in used:
+            assert f'[style*="{what}: {colour}"]' in style
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
