@@ -26,7 +26,22 @@ OptimizerName = Literal[
     "sign_sgd",
     "sign_ema",
 ]
-StudyName = Literal["sign", "adam", "plane", "scaling", "clipping", "snr", "overhead"]
+DomainName = Literal["text", "images"]
+KindName = Literal["transformer", "lstm"]
+StudyName = Literal[
+    "sign",
+    "arms",
+    "argument",
+    "adam",
+    "plane",
+    "rivals",
+    "scaling",
+    "law",
+    "ramp",
+    "clipping",
+    "snr",
+    "overhead",
+]
 PresetName = Literal["demo", "quick", "full"]  # they take minutes, a quarter of an hour, hours
 # The tasks (groups of statistics) and the models of `pergrad bench`, and its three parts.
 TaskName = Literal["moments", "norms", "clipped", "five", "tokens"]
@@ -56,20 +71,24 @@ LargeName = Literal[  # models that are only compiled, for a target
 ]
 PartName = Literal["models", "growth", "compile"]
 TargetName = Literal["tpu:v5e", "tpu:v5p", "tpu:v6e", "gpu:h100"]  # what `bench` can compile for
+# The data of every domain; the first is the default. A text may also be a file, a folder or a glob.
+SOURCES: dict[DomainName, tuple[str, ...]] = {"text": ("stdlib",), "images": ("photos", "digits")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer. For images a small convolutional network of this width."""
+    """What is trained: for text a language model, for images a convolutional network."""
 
+    kind: KindName = "transformer"
+    """What reads text: a decoder-only transformer, or an LSTM. Images have a convolutional network."""
     layers: int = 2
-    """Blocks of attention and feed-forward layer."""
+    """Blocks of attention and feed-forward layer, layers of the LSTM, or pairs of convolutions."""
     width: int = 64
-    """Features of a token."""
+    """Features of a token or a pixel."""
     heads: int = 4
-    """Attention heads; they share the width."""
+    """Attention heads of the transformer; they share the width."""
     context: int = 64
-    """Tokens that a prediction can look back on."""
+    """Tokens of text that a prediction can look back on."""
     tied: bool = False
     """Whether the output layer is the embedding, transposed."""
     scanned: bool = False
@@ -94,13 +113,17 @@ class Train:
     learning_rate: float = 1e-2
     """The largest learning rate, after warm-up."""
     batch_size: int = 16
-    """Examples (windows of text, or images) in a step."""
+    """Examples (windows of text, pieces of photographs, or images) in a step."""
     steps: int = 500
     """How many steps."""
     seed: int = 0
     """Of the parameters and of the order of the examples."""
-    data: str = "stdlib"
-    """`stdlib` (the sources of Python's library), a text file, folder or glob, or `digits` (images)."""
+    domain: DomainName = "text"
+    """Text, whose next token is predicted, or images."""
+    data: str = ""
+    """Text: `stdlib` (the sources of Python's library), a file, folder or glob. Images: `photos` (every
+    pixel of two photographs is predicted) or `digits` (handwritten, to be told apart). By default the
+    first."""
     tokens: Literal["bytes", "bpe"] = "bytes"
     """What the text is cut into."""
     vocabulary: int = 512
@@ -120,8 +143,12 @@ class Train:
     """For preconditioned_adam: the weight of mu^2."""
     variance: float | Literal["1/B"] = "1/B"
     """For preconditioned_adam: the weight of sigma^2."""
+    mean_signs: str = ""
+    """For micro_sign_sgd: layers whose sign is taken of the mean gradient, such as `head,embed`."""
     max_update: float | None = None
     """The largest update of a coordinate, before the learning rate (Adam's family)."""
+    start_at_batch: bool = False
+    """For adam: the second moment starts at the mean of the examples' squares, in place of 0."""
     floor: float | None = None
     """The floor of mu^2 in standard errors (micro_adam_msq and preconditioned_adam)."""
     clip: float | None = None
@@ -140,6 +167,9 @@ class Train:
     """How many checkpoints are kept, the last ones; 0 for all."""
 
     def __post_init__(self) -> None:
+        if self.data == "":
+            object.__setattr__(self, "data", SOURCES[self.domain][0])
+        self._check_domain()
         for name in ("batch_size", "steps", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise LabError(f"{name} must be at least 1, not {getattr(self, name)}.")
@@ -158,6 +188,19 @@ class Train:
         if not 0 <= self.weight_decay < math.inf:
             raise LabError(f"weight_decay must be at least 0, not {self.weight_decay}.")
 
+    def _check_domain(self) -> None:
+        images = SOURCES["images"]
+        if self.domain == "text" and self.data in images:
+            raise LabError(
+                f"{self.data} are images, not text: write --domain images --data {self.data}."
+            )
+        if self.domain == "images" and self.data not in images:
+            raise LabError(f"there are no images {self.data}: choose --data {' or '.join(images)}.")
+        if self.domain == "images" and self.model.kind != "transformer":
+            raise LabError(
+                f"--model.kind {self.model.kind} reads text; images have a convolutional network."
+            )
+
 
 def to_json(config: Train) -> dict[str, Any]:
     """The configuration as JSON has it."""
@@ -165,8 +208,9 @@ def to_json(config: Train) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Train:
-    """The inverse of `to_json`."""
-    return Train(**{**data, "model": Model(**data["model"])})
+    """The inverse of `to_json`; it also reads configurations of before there were domains."""
+    domain = "images" if data.get("data") in SOURCES["images"] else "text"
+    return Train(**{"domain": domain, **data, "model": Model(**data["model"])})
 
 
 def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:

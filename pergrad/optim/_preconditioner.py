@@ -16,10 +16,10 @@ pairs of independent gradients it has the variance
 
     Var[mu2] = 2 sigma^4 / (B (B - 1))                                     whatever their distribution;
 
-a moving average with weights w_t has sum w_t^2 times that. So in half of the coordinates without signal
-the average is negative, and in many others it is far too small. With a floor, nu is at least so many
-standard errors of the estimate: a squared mean below that cannot be told from zero, and is taken to be
-as large as the noise could hide.
+a moving average with weights w_t has sum w_t^2 times that. So in about half of the coordinates without
+signal (of one batch, in two thirds) the average is negative, and in many others it is far too small.
+With a floor, nu is at least so many standard errors of the estimate: a squared mean below that cannot be
+told from zero, and is taken to be as large as the noise could hide.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ compilers  XLA's compilers for chips, which work without the chip
 compiled   the time, memory and traffic of a compiled program on a chip
 operations the operations of a traced program
 
-Three modules are commands, `python -m pergrad.lab.bench.NAME`: `docs` writes the numbers into the pages
+Four modules are commands, `python -m pergrad.lab.bench.NAME`: `docs` writes the numbers into the pages
 of the documentation; `torch_side_by_side` measures PyTorch's libraries on the models of `torch_models`,
-in an environment of its own; and `mean_square` compares estimators of the squared mean gradient.
+in an environment of its own; `mean_square` compares estimators of the squared mean gradient; and
+`sharded` compiles statistics of sharded parameters for many TPU chips.
 """

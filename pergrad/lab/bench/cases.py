@@ -85,6 +85,7 @@ TITLES: dict[CaseName, str] = {
     "experts": "mixture of 8 experts, B8 T128 D256 L2",
     "flax": "Flax NNX transformer, B16 T128 D256 L4 V256",
 }
+EVERY_TITLE: dict[str, str] = {**TITLES, **LARGE_TITLES}
 # What is measured by default: two tasks on all models, the other tasks on the models that differ most.
 DIFFERENT: tuple[CaseName, ...] = ("mlp", "cnn", "lstm", "transformer_long", "transformer_wide")
 USUAL: dict[TaskName, tuple[CaseName, ...]] = {

@@ -66,7 +66,6 @@ FIGURES = "{figures}"  # stands for the path of the figures from the page
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 TITLES: dict[str, str] = {**cases.TITLES}
-EVERY_TITLE: dict[str, str] = {**cases.TITLES, **cases.LARGE_TITLES}
 OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
 RIVALS = {ACCUMULATED: "accumulated `grad`", VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
 # What the README shows of the CPU and of the TPU, beside each other.
@@ -77,6 +76,8 @@ SHOWN = {
     PERGRAD: "pergrad",
     AUTO: '`"auto"`',
 }
+# The panels of the README's figure, by the log that has their numbers.
+PANELS = {"models": "CPU with two cores, measured", "target": "TPU v5e, compiled for, not run on"}
 COLUMNS: dict[str, dict[str, str]] = {
     "moments": RIVALS | OURS,
     "norms": RIVALS | OURS,
@@ -111,7 +112,8 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     if "models" in logs and "target" in logs:
         run, only_compiled = (of_task(logs[name]["results"], "moments") for name in ("models", "target"))
         beside = columns(run, SHOWN, "CPU, ") + columns(only_compiled, SHOWN, "TPU, ")
-        found["beside"] = tables.markdown(tuned(beside), EVERY_TITLE)
+        found["beside"] = tables.markdown(tuned(beside), cases.EVERY_TITLE)
+        found["figure_beside"] = link(drawings.BESIDE_NAME, drawings.BESIDE_TITLE, FIGURES)
     return found
 
 
@@ -132,7 +134,7 @@ def _of_target(log: Mapping[str, Any]) -> dict[str, str]:
         if own := of_task(log["results"], task):
             there = {name for row in own for name in (row["candidate"], family(row["candidate"]))}
             shown = {name: title for name, title in names.items() if name in there}
-            found[f"target_{task}"] = tables.markdown(columns(own, shown), EVERY_TITLE)
+            found[f"target_{task}"] = tables.markdown(columns(own, shown), cases.EVERY_TITLE)
     return found | {"target_compiled": compiled(log)}
 
 
@@ -145,7 +147,7 @@ def _of_further(logs: Mapping[str, Any]) -> dict[str, str]:
             for column in columns(of_task(log["results"], task), shown, f"{FURTHER[name]}, ")
         ]
         if any(column.rows for column in each):
-            found[f"further_{task}"] = tables.markdown(each, EVERY_TITLE)
+            found[f"further_{task}"] = tables.markdown(each, cases.EVERY_TITLE)
     found["further_compiled"] = "\n".join(f"- {compiled(log)}" for log in logs.values())
     return found
 
@@ -222,10 +224,14 @@ def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:
     """Links to the figures of the parts that have rows, by the name of the block."""
     parts = {row["part"] for row in rows}
     return {
-        f"figure_{name}": f"![{title}]({folder}/{name}.png)"
+        f"figure_{name}": link(name, title, folder)
         for name, (part, title) in drawings.TITLES.items()
         if part in parts
     }
+
+
+def link(name: str, title: str, folder: str) -> str:
+    return f"![{title}]({folder}/{name}.png)"
 
 
 def torch_title(case: str) -> str:
@@ -260,7 +266,7 @@ def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]
     measured_again = set(map(comparison, newer["results"]))
     kept = [row for row in log["results"] if comparison(row) not in measured_again]
     rows = kept + [{**row, AGAIN: at} for row in newer["results"]]
-    order = {name: place for place, name in enumerate([*EVERY_TITLE, *tasks.TASKS])}
+    order = {name: place for place, name in enumerate([*cases.EVERY_TITLE, *tasks.TASKS])}
     rows.sort(key=lambda row: (order[row["case"]], order[row["task"]]))
     return {"about": log["about"], "results": rows}
 
@@ -300,6 +306,9 @@ def main() -> None:
         page.write_text(fill(page, found))
     for name in there.keys() - {"torch", "target", *FURTHER}:
         drawings.write(there[name]["results"], LOGS[name].parent)
+    if "models" in there and "target" in there:
+        panels = {title: there[name]["results"] for name, title in PANELS.items()}
+        drawings.write_beside(panels, cases.EVERY_TITLE, NUMBERS)
 
 
 if __name__ == "__main__":

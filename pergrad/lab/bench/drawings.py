@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +37,8 @@ TITLES = {
     "growth": ("growth", "A transformer that grows: mean and second moment"),
     "compile": ("compile", "Seconds to trace and compile"),
 }
+BESIDE_NAME = "beside"
+BESIDE_TITLE = "Mean and second moment, as a multiple of the time of the mean gradient alone"
 AXES = {
     "B": "examples B",
     "T": "positions T",
@@ -57,32 +59,74 @@ def write(rows: Iterable[Row], out: Path) -> list[Path]:
     for name, (part, title) in TITLES.items():
         own, draw = parts[part], draws[part]
         if own:
-            png, svg = sheet.render(title, lambda fig, own=own, draw=draw: draw(fig, own))
-            for ending, content in ((".png", png), (".svg", svg)):
-                paths.append(out / f"{name}{ending}")
-                with disk_errors(paths[-1]):
-                    replace(paths[-1], content)
+            paths += _write(out / name, title, lambda fig, own=own, draw=draw: draw(fig, own))
     return paths
+
+
+def _write(path: Path, title: str, draw: Callable[[Sheet], None]) -> list[Path]:
+    """Writes a figure as PNG and as SVG, with these endings after `path`."""
+    paths = []
+    for ending, content in zip((".png", ".svg"), sheet.render(title, draw), strict=True):
+        paths.append(path.with_suffix(ending))
+        with disk_errors(paths[-1]):
+            replace(paths[-1], content)
+    return paths
+
+
+def write_beside(panels: Mapping[str, Iterable[Row]], titles: Mapping[str, str], out: Path) -> None:
+    """Draws the mean and second moment of all models on several chips, as `beside.png` and `.svg`.
+
+    `panels` has the rows of each chip by the title of its panel, and `titles` the models by case.
+    Times are multiples of the fastest way to the mean gradient alone.
+    """
+    shown = {title: _at_auto(rows) for title, rows in panels.items()}
+    _write(out / BESIDE_NAME, BESIDE_TITLE, lambda fig: beside(fig, shown, titles))
+
+
+def _at_auto(rows: Iterable[Row]) -> list[Row]:
+    """Other candidates' rows as they are, and pergrad's with `microbatch_size="auto"`."""
+    own = [row for row in rows if row["task"] == "moments" and "ratios" in row]
+    auto = {row["case"]: row for row in own if row["candidate"] == AUTO}
+    found = [row for row in own if family(row["candidate"]) in (VMAP, MICRO_GRAD)]
+    ours = (row for row in own if row["candidate"] == PERGRAD)
+    return found + [{**auto.get(row["case"], row), "candidate": PERGRAD} for row in ours]
+
+
+def beside(fig: Sheet, shown: Mapping[str, Sequence[Row]], titles: Mapping[str, str]) -> None:
+    """Draws a line for each model and a panel for each chip, with pergrad's numbers on the right."""
+    there = {row["case"] for rows in shown.values() for row in rows}
+    names = [name for name in titles if name in there]
+    fig.set_size_inches(3.6 + 3.1 * len(shown), 1.7 + 0.34 * len(names))
+    panels = fig.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
+    for ax, (title, rows) in zip(panels, shown.items(), strict=True):
+        _dots(ax, rows, names, "tuned")
+        ax.set_title(title, fontsize=10, loc="left")
+    _name_lines(panels[0], [titles[name] for name in names])
+    _legend_below(fig, panels)
 
 
 def overhead(fig: Sheet, rows: Sequence[Row]) -> None:
     """Draws a line for each model and a panel for each task, with pergrad's numbers on the right."""
     there = dict.fromkeys(row["task"] for row in rows)
     shown: list[TaskName] = [task for task in BESIDE if task in there] or list(there)[:1]
-    names = list(dict.fromkeys(row["case"] for row in rows if row["task"] in shown))
+    names: list[str] = list(dict.fromkeys(row["case"] for row in rows if row["task"] in shown))
     fig.set_size_inches(3.2 + 3.1 * len(shown), 1.7 + 0.34 * len(names))
     panels = fig.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
     for ax, task in zip(panels, shown, strict=True):
         own = [row for row in rows if row["task"] == task and row["candidate"] != FLOOR]
         _dots(ax, own, names)
         ax.set_title(tasks.TITLES[task], fontsize=10, loc="left")
-    titles: dict[str, str] = {**cases.TITLES}
-    panels[0].set_yticks(range(len(names)), [titles.get(name, name) for name in names], fontsize=9)
-    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    _name_lines(panels[0], [cases.EVERY_TITLE.get(name, name) for name in names])
     _legend_below(fig, panels)
 
 
-def _dots(ax: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
+def _name_lines(ax: Axes, titles: Sequence[str]) -> None:
+    ax.set_yticks(range(len(titles)), titles, fontsize=9)
+    ax.set_ylim(len(titles) - 0.5, -0.5)
+
+
+def _dots(ax: Axes, rows: Sequence[Row], names: Sequence[str], ratio: str = "time") -> None:
+    """Draws a dot for each row, at one of its ratios, and pergrad's numbers on the right."""
     ax.set_xscale("log")
     ax.axvline(1, **LOOKS[FLOOR], lw=1.4, zorder=1)
     for name in ORDER[::-1]:  # the first on top
@@ -90,12 +134,12 @@ def _dots(ax: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
         if own:
             at = [names.index(row["case"]) for row in own]
             look: dict[str, Any] = LOOKS[name] | {"ls": ""}
-            ax.plot([row["ratios"]["time"] for row in own], at, **look, ms=7)
-    ours = {row["case"]: row["ratios"]["time"] for row in rows if row["candidate"] == PERGRAD}
+            ax.plot([row["ratios"][ratio] for row in own], at, **look, ms=7)
+    ours = {row["case"]: row["ratios"][ratio] for row in rows if row["candidate"] == PERGRAD}
     numbers = ax.secondary_yaxis("right")
     numbers.set_yticks(
         [names.index(name) for name in ours],
-        [short(ratio) for ratio in ours.values()],
+        [short(multiple) for multiple in ours.values()],
         color=LOOKS[PERGRAD]["color"],
         fontsize=9,
     )

@@ -125,6 +125,14 @@ RUNS = Columns(
 )
 
 
+BRIEF = Columns(  # fits 80 columns
+    header=("candidate", "time\nms", "time\nx", "memory\nMB", "memory\nx"),
+    cells=lambda row: [_cells_of_runs(row)[i] for i in (0, 1, 3, 5, 6)],
+    said="x: as a multiple of the first row; memory: what XLA sets aside for intermediate results",
+    notes=_notes_on_runs,
+)
+
+
 def _cells_of_target(row: Row) -> list[str]:
     if "out_of_memory" in row:
         return [row["candidate"], "out of memory", "", "", row["out_of_memory"], *[""] * 5]

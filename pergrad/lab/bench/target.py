@@ -9,6 +9,7 @@ traced program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -85,9 +86,8 @@ def items(names: Sequence[str] = (), wanted: Sequence[TaskName] = ()) -> list[It
 
 def title(item: Item, target: TargetName) -> str:
     """What stands above the table of a comparison."""
-    models: dict[str, str] = {**cases.TITLES, **cases.LARGE_TITLES}
     statistics: dict[str, str] = {**tasks.TITLES}
-    model = models.get(item.case, item.case)
+    model = cases.EVERY_TITLE.get(item.case, item.case)
     return f"{model}: {statistics[item.task]} (compiled for {target}, not run on it)"
 
 
@@ -107,23 +107,20 @@ def measure(item: Item, target: TargetName, say: Say = to_stderr, *, ours: bool 
     workload = cases.abstract(item.case)
     task = workload.task(item.task)
     head = {**dataclasses.asdict(item), "model": dict(workload.about)}
-    names = tasks.names(task, ours=ours)
-
-    def row(name: str) -> Row:
-        # The mean gradient alone is the same program for every task.
-        key = item.case, target, name
-        if key not in _floors:
-            found = _row(name, workload, task, target, say)
-            if name not in FLOORS:
-                return found
-            _floors[key] = found
-        return _floors[key]
-
-    return with_ratios([{**head, **row(name)} for name in names])
+    rows = (
+        floor_row(name, item.case, target, say)
+        if name in FLOORS
+        else _row(name, workload, task, target, say)
+        for name in tasks.names(task, ours=ours)
+    )
+    return with_ratios([{**head, **row} for row in rows])
 
 
-# The rows of the floors, by the case, the target and the name of the candidate.
-_floors: dict[tuple[str, TargetName, str], Row] = {}
+@functools.cache
+def floor_row(name: str, case: str, target: TargetName, say: Say) -> Row:
+    """The row of the mean gradient alone, which is the same program for every task."""
+    workload = cases.abstract(case)
+    return _row(name, workload, workload.task("moments"), target, say)
 
 
 def _row(name: str, workload: cases.Workload, task: Task, target: TargetName, say: Say) -> Row:

@@ -12,18 +12,16 @@ that barely misses a bound says little.
                   the rule `equivalent` looks for such evidence.
 
 Fewer than 3 pairs show nothing. A run whose final loss is NaN or infinite has diverged. It is worse than
-every finite loss, and a mean that contains it is infinite. So if only one method has runs that diverged,
-even a single one, the other method ends below it. If both methods have such runs, the difference is
-infinity minus infinity, and the answer is "not shown". The remaining pairs would compare the methods
-where both went well, which is another question; and a test of signs alone never reaches 95% with 5
-pairs, even if all signs agree.
+every finite loss, and no mean can contain it, so there is no interval. An exact test of signed ranks
+(`by_ranks`) decides in its place, at the same level. So a single run that diverged decides nothing: it
+may be luck.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,7 +31,7 @@ SUPPORTED, CONTRADICTED, NOT_SHOWN = ANSWERS = ("supported", "contradicted", "no
 FEWEST_PAIRS = 3
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Estimate:
     """A mean over `n` seeds, and the interval from `low` to `high` that is to contain the true mean.
 
@@ -53,7 +51,7 @@ class Estimate:
         return f"{mean} ({low} to {high})" if self.n > 1 else f"{mean} (1 seed)"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Verdict:
     """What runs say about a claim. `answer` is one of `ANSWERS`; `why` a sentence with the numbers."""
 
@@ -107,17 +105,15 @@ def compare(
 
     The claim is contradicted if the whole interval of a - b is above -margin; with a margin above 0, `a`
     may then still end lower, by less than the margin. `names` are the names of the methods in the
-    reason.
+    reason. If runs diverged, `by_ranks` decides.
     """
     if not 0 <= margin < math.inf:
         raise LabError(f"a margin is 0 or more, not {margin}")
     difference = estimate(_differences(a, b, names), level)
-    if (fault := _no_interval(a, b, names)) is not None:
-        lost_a, lost_b, why = fault
-        answer = (
-            SUPPORTED if lost_b and not lost_a else CONTRADICTED if lost_a and not lost_b else NOT_SHOWN
-        )
-        return Verdict(claim, difference, answer, why)
+    if len(a) < FEWEST_PAIRS or not math.isfinite(difference.mean):
+        shifted = {seed: loss + margin for seed, loss in a.items()}
+        found = by_ranks(claim, shifted, b, level=level, names=names)
+        return dataclasses.replace(found, difference=difference)
     words = _in_words(difference, level)
     beyond = f", by more than the margin {margin:g}" if margin else ""
     if difference.high < -margin:
@@ -139,21 +135,68 @@ def equivalent(
     """Decides the claim that `a` and `b` end within `margin` of each other.
 
     These are two one-sided tests, each at (1 - level) / 2. The claim is supported if the interval of a -
-    b lies between -margin and margin, and contradicted if it lies outside. It is also contradicted if
-    runs of one method alone diverged.
+    b lies between -margin and margin, and contradicted if it lies outside. If runs diverged, it is
+    contradicted if `by_ranks` finds a difference, and otherwise not shown.
     """
     if not 0 < margin < math.inf:
         raise LabError(f"a margin of equivalence is above 0, not {margin}")
     difference = estimate(_differences(a, b, names), level)
-    if (fault := _no_interval(a, b, names)) is not None:
-        lost_a, lost_b, why = fault
-        return Verdict(claim, difference, CONTRADICTED if lost_a != lost_b else NOT_SHOWN, why)
+    if len(a) < FEWEST_PAIRS or not math.isfinite(difference.mean):
+        found = by_ranks(claim, a, b, level=level, names=names)
+        return found if found.answer == NOT_SHOWN else dataclasses.replace(found, answer=CONTRADICTED)
     words = _in_words(difference, level)
     if -margin < difference.low and difference.high < margin:
         return Verdict(claim, difference, SUPPORTED, f"{words}, within the margin {margin:g}")
     if difference.high <= -margin or difference.low >= margin:
         return Verdict(claim, difference, CONTRADICTED, f"{words}, beyond the margin {margin:g}")
     return Verdict(claim, difference, NOT_SHOWN, f"the interval crosses the margin {margin:g}: {words}")
+
+
+def by_ranks(
+    claim: str,
+    a: Mapping[int, float],
+    b: Mapping[int, float],
+    *,
+    level: float = 0.95,
+    names: tuple[str, str] = ("the first", "the second"),
+) -> Verdict:
+    """Decides the claim that `a` is lower than `b` by an exact test of signed ranks.
+
+    It is for runs that diverged, and for counts, of which there is no mean or no interval. Pairs are
+    ranked by the size of their difference. A pair of which one run diverged has the largest difference,
+    and a pair of which both did has none. If neither method were better, every difference could as well
+    have the other sign. The p-value is the share of all 2^n choices of signs for which the sum of the
+    signed ranks is at least as far from 0. No p-value is below 2 / 2^n, so 5 pairs never reach 95%.
+    """
+    differences = _differences(a, b, names)
+    difference = estimate(differences, level)
+    n = len(a)
+    if n < FEWEST_PAIRS:
+        return Verdict(claim, difference, NOT_SHOWN, f"only {n} seed{'s' * (n > 1)}")
+    p, total = _signed_ranks([_loss(a[seed]) - _loss(b[seed]) for seed in sorted(a)])
+    answer = NOT_SHOWN if p > 1 - level else SUPPORTED if total < 0 else CONTRADICTED
+    lost = _said_of_lost(a, b, names)
+    why = f"{lost}and signed ranks have p = {p:.2g}, with {1 - level:.2g} as the limit, in {n} pairs"
+    return Verdict(claim, difference, answer, why if lost else why.removeprefix("and "))
+
+
+def _loss(x: float) -> float:
+    """A loss; infinite if the run diverged."""
+    return float(x) if math.isfinite(x) else math.inf
+
+
+def _signed_ranks(differences: Sequence[float]) -> tuple[float, float]:
+    """The two-sided p-value of the sum of signed ranks, and that sum."""
+    from scipy.stats import rankdata
+
+    d = np.array([x for x in differences if x and not math.isnan(x)])
+    ranks = np.rint(2 * rankdata(np.abs(d))).astype(int)  # twice the ranks: those of ties may be halves
+    choices = np.ones(1)  # [k]: how many choices of signs give the positive ranks the sum k
+    for rank in ranks:
+        choices = np.pad(choices, (0, rank)) + np.pad(choices, (rank, 0))
+    sums = 2 * np.arange(len(choices)) - ranks.sum()
+    total = int(np.sum(np.sign(d) * ranks))
+    return float(choices[abs(sums) >= abs(total)].sum() / choices.sum()), total / 2
 
 
 def _differences(a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, str]) -> list[float]:
@@ -164,19 +207,11 @@ def _differences(a: Mapping[int, float], b: Mapping[int, float], names: tuple[st
     return [float(a[seed]) - float(b[seed]) for seed in sorted(a)]
 
 
-def _no_interval(
-    a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, str]
-) -> tuple[bool, bool, str] | None:
-    """Whether `a` and `b` diverged and a sentence on it, if no interval can decide; else None."""
-    n = len(a)
-    if n < FEWEST_PAIRS:
-        return False, False, f"only {n} seed{'s' * (n > 1)}"
+def _said_of_lost(a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, str]) -> str:
+    """Words on how many runs of each method diverged, with a comma after them; empty if none did."""
     lost = [sum(not math.isfinite(x) for x in runs.values()) for runs in (a, b)]
-    if not any(lost):
-        return None
-    said = " and ".join(f"{k} of {n} runs of {name}" for k, name in zip(lost, names, strict=True) if k)
-    rest = ": the others alone would be another question" if all(lost) else ""
-    return lost[0] > 0, lost[1] > 0, f"{said} diverged{rest}"
+    said = [f"{k} of {len(a)} runs of {name}" for k, name in zip(lost, names, strict=True) if k]
+    return f"{' and '.join(said)} diverged, " if said else ""
 
 
 def _in_words(d: Estimate, level: float) -> str:

@@ -1,9 +1,12 @@
 """Many runs, fairly tuned.
 
 A method is everything in a configuration but the learning rate and the seed. Each method runs on a grid
-of learning rates, with the same seeds. Its learning rate is the one with the lowest mean loss on the
-`tune` half of the validation data, and the loss that is reported is that on the other half. While the
-best value is at the edge of the grid, the grid grows there, so that no method loses for want of tuning.
+of learning rates, with seeds that do nothing else (`TUNING_SEED` and on). While the best value is at the
+edge of the grid, the grid grows there, so that no method loses for want of tuning. The chosen learning
+rate is the lowest point of a parabola through the best value and its two neighbours: the losses are the
+means over these seeds on the `tune` half of the validation data. Then the method runs at this learning
+rate with the seeds that are reported, and their losses on the other half are what is reported. So
+neither a seed nor an example that is reported has chosen anything.
 
 Each run has a directory that is named by its configuration. Runs that are done are not run again.
 """
@@ -22,11 +25,16 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.files import disk_errors
 from pergrad.lab.run import records
 
+TUNING_SEED = (
+    1000  # the first of the seeds that choose learning rates; those that are reported are below
+)
 Results = dict[Train, dict[str, Any]]  # the content of `result.json`, by run
 # Is told of a run that is done, with its result, how many runs are done, and of how many.
 Told = Callable[[Train, dict[str, Any], int, int], None]
@@ -113,21 +121,33 @@ def _run(config: Train, path: Path, cache: str | None) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """A method's runs: by learning rate and seed, and the learning rate that was chosen."""
+    """A method at the learning rate that was chosen for it.
 
-    method: Train  # with the chosen learning rate, and the first seed
-    runs: Mapping[float, Mapping[int, dict[str, Any]]]
+    `tried` has the runs that chose it, by learning rate and seed, and `runs` those that are reported, by
+    seed. The learning rate need not be one of those that were tried.
+    """
+
+    method: Train  # with the chosen learning rate
+    tried: Mapping[float, Mapping[int, dict[str, Any]]]
+    runs: Mapping[int, dict[str, Any]]
 
     @property
     def reported(self) -> dict[int, float]:
         """The final loss of every seed at the chosen learning rate, on the half that chose nothing."""
+        return {seed: loss_of(run, "test_loss") for seed, run in self.runs.items()}
+
+    @property
+    def by_rate(self) -> dict[float, list[float]]:
+        """The losses that chose the learning rate, of every seed at every rate that was tried."""
         return {
-            seed: loss_of(run, "test_loss") for seed, run in self.runs[self.method.learning_rate].items()
+            rate: [loss_of(run, "tune_loss") for run in runs.values()]
+            for rate, runs in self.tried.items()
         }
 
     @property
     def is_on_edge(self) -> bool:
-        return self.method.learning_rate in (min(self.runs), max(self.runs))
+        """Whether the best of the rates that were tried is the smallest or the largest of them."""
+        return best_rate(self.by_rate) in (min(self.tried), max(self.tried))
 
 
 def loss_of(result: Mapping[str, Any], name: str) -> float:
@@ -168,31 +188,35 @@ def tune(
     seeds: Sequence[int],
     root: Path,
     *,
-    tuning_seeds: int | None = None,
+    tuning_seeds: int,
     processes: int = 1,
     extensions: int = 3,
     told: Told = silent,
 ) -> dict[str, Tuned]:
-    """Tunes every method's learning rate, beginning with its own `rates`.
+    """Tunes every method's learning rate, beginning with its own `rates`, then runs it with `seeds`.
+
+    Without seeds it tunes alone.
 
     The grid grows at most `extensions` times, by the ratio of the two values at that end.
-    `Tuned.is_on_edge` says whether that was not enough. With `tuning_seeds` only that many of the seeds
-    choose the learning rate, and the others run at the chosen one alone.
+    `Tuned.is_on_edge` says whether that was not enough. As many seeds as `tuning_seeds`, from
+    `TUNING_SEED` on, choose the learning rate.
     """
-    choosing = seeds[:tuning_seeds]
     grids = {name: sorted(set(rates[name])) for name in methods}
-    if not methods or not seeds:
-        raise LabError("a sweep needs at least one method and one seed.")
+    if not methods or tuning_seeds < 1:
+        raise LabError("a sweep needs at least one method, and one seed that tunes.")
+    if taken := [seed for seed in seeds if seed >= TUNING_SEED]:
+        raise LabError(f"seed {taken[0]}: seeds from {TUNING_SEED} on choose learning rates.")
     if short := [name for name, grid in grids.items() if len(grid) < 2]:
         raise LabError(f"{short[0]} needs at least two learning rates, to know where to look further.")
+    choosing = range(TUNING_SEED, TUNING_SEED + tuning_seeds)
     while True:
-        wanted = [
+        grid_runs = [
             dataclasses.replace(method, learning_rate=rate, seed=seed)
             for name, method in methods.items()
             for rate in grids[name]
             for seed in choosing
         ]
-        results = run_all(wanted, root, processes=processes, told=told)
+        results = run_all(grid_runs, root, processes=processes, told=told)
         tuned = {
             name: _choose(method, grids[name], choosing, results) for name, method in methods.items()
         }
@@ -200,38 +224,75 @@ def tune(
             break
         grids = {name: _extended(grids[name], t) for name, t in tuned.items()}
         extensions -= 1
-    if choosing == seeds:
-        return tuned
     chosen = {
         name: {seed: dataclasses.replace(t.method, seed=seed) for seed in seeds}
         for name, t in tuned.items()
     }
-    wanted += [config for by_seed in chosen.values() for config in by_seed.values()]
-    results = run_all(wanted, root, processes=processes, told=told)
+    reported = [config for by_seed in chosen.values() for config in by_seed.values()]
+    results = run_all([*grid_runs, *reported], root, processes=processes, told=told)
     return {
-        name: Tuned(
-            t.method,
-            {**t.runs, t.method.learning_rate: {s: results[c] for s, c in chosen[name].items()}},
-        )
+        name: dataclasses.replace(t, runs={s: results[c] for s, c in chosen[name].items()})
         for name, t in tuned.items()
     }
 
 
 def _choose(method: Train, grid: Sequence[float], seeds: Sequence[int], results: Results) -> Tuned:
-    runs = {
+    tried = {
         rate: {
             seed: results[dataclasses.replace(method, learning_rate=rate, seed=seed)] for seed in seeds
         }
         for rate in grid
     }
-    means = {rate: sum(loss_of(run, "tune_loss") for run in own.values()) for rate, own in runs.items()}
-    best = min(grid, key=lambda rate: means[rate])  # the smallest, if all diverged
-    return Tuned(dataclasses.replace(method, learning_rate=best, seed=seeds[0]), runs)
+    tuned = Tuned(method, tried, {})
+    rate = lowest_point(tuned.by_rate)
+    return dataclasses.replace(tuned, method=dataclasses.replace(method, learning_rate=rate))
+
+
+def best_rate(by_rate: Mapping[float, Sequence[float]]) -> float:
+    """The rate with the lowest mean loss; the smallest, if runs diverged at all of them."""
+    return min(sorted(by_rate), key=lambda rate: sum(by_rate[rate]))
+
+
+def vertex(losses: Mapping[float, float]) -> float | None:
+    """The logarithm of the learning rate at the lowest point of a parabola through three losses.
+
+    These are the lowest loss and its two neighbours, over the logarithm of the rate. None if the lowest
+    loss is the first or the last, if runs diverged at a neighbour, or if all three losses are equal.
+
+    >>> round(math.exp(vertex({0.01: 2.25, 0.02: 1.25, 0.04: 2.25})), 6)
+    0.02
+    >>> vertex({0.01: 1.25, 0.02: 2.25, 0.04: 2.25})
+    """
+    rates = sorted(losses)
+    i = min(range(len(rates)), key=lambda i: losses[rates[i]])
+    around = rates[max(i - 1, 0) : i + 2]
+    near = [losses[rate] for rate in around]
+    if len(around) < 3 or not np.isfinite(near).all():
+        return None
+    x = np.log(np.divide(around, rates[i]))
+    curvature, slope, _ = np.polyfit(x, near, 2)
+    if curvature <= 0:
+        return None
+    return math.log(rates[i]) + float(np.clip(-slope / (2 * curvature), x[0], x[-1]))
+
+
+def lowest_point(by_rate: Mapping[float, Sequence[float]]) -> float:
+    """The rate at the lowest point of a parabola through the best rate and its two neighbours.
+
+    The losses are means over runs (`vertex`). If there is no such point, it is the best rate itself.
+
+    >>> lowest_point({0.01: [2.25], 0.02: [1.25], 0.04: [2.25]})
+    0.02
+    >>> lowest_point({0.01: [2.25, 2.45], 0.02: [1.35, 1.55], 0.04: [1.35, 1.55]})
+    0.0282843
+    """
+    found = vertex({rate: float(np.mean(losses)) for rate, losses in by_rate.items()})
+    return best_rate(by_rate) if found is None else _rounded(math.exp(found))
 
 
 def _extended(grid: list[float], tuned: Tuned) -> list[float]:
     """The grid, with one more learning rate beyond its edge if the best one is there."""
-    best = tuned.method.learning_rate
+    best = best_rate(tuned.by_rate)
     if best == grid[0]:
         return [_rounded(grid[0] ** 2 / grid[1]), *grid]
     return [*grid, _rounded(grid[-1] ** 2 / grid[-2])] if best == grid[-1] else grid

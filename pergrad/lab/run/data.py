@@ -45,6 +45,8 @@ NOT_STDLIB = {
     "pydoc_data",  # one file of documentation, larger than a part
 }
 
+_PLACES = 1 << 20  # of a text, that are looked at together
+
 Parts = dict[str, list[bytes]]
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -94,7 +96,7 @@ def load_text(
     parts, is_cut = _split(files)
     if not all(parts.values()):
         raise LabError(f"{path}: too short to split into train, tune and test; give more text")
-    content = _digest({part: map(memoryview, texts) for part, texts in parts.items()})
+    content = digest_of({part: map(memoryview, texts) for part, texts in parts.items()})
     if tokens == "bytes":
         vocabulary = 256
         encoded = {part: np.frombuffer(b"".join(texts), np.uint8) for part, texts in parts.items()}
@@ -102,7 +104,7 @@ def load_text(
         folder = Path.home() / ".cache" / "pergrad" if cache_dir is None else Path(cache_dir)
         cache = folder / f"bpe-{vocabulary}-{content[:32]}.npz"
         encoded = _cached(cache) or _store(cache, _bpe(path, parts, vocabulary))
-    digest = _digest({f"{content} {vocabulary} {part}": [encoded[part]] for part in SHARES})
+    digest = digest_of({f"{content} {vocabulary} {part}": [encoded[part]] for part in SHARES})
     train, tune, test = (encoded[part].astype(np.int32) for part in SHARES)
     return Corpus(f"{name}, {_extent(files, is_cut)}", vocabulary, train, tune, test, digest)
 
@@ -114,15 +116,52 @@ def batches(corpus: Corpus, *, context: int, batch_size: int, seed: int) -> grai
     epoch into the next.
     """
     windows = _windows(corpus.train, context, f"{corpus.name}: the train part")
-    return _endless(windows.__getitem__, len(windows), batch_size, seed)
+    return endless(windows.__getitem__, len(windows), batch_size, seed)
 
 
-def validation_windows(tokens: np.ndarray, *, context: int, limit: int) -> np.ndarray:
-    """At most `limit` windows, int32 [n, context + 1], evenly spread, without overlap."""
+def validation_windows(
+    tokens: np.ndarray, *, context: int, limit: int, train: np.ndarray | None = None
+) -> np.ndarray:
+    """At most `limit` windows, int32 [n, context + 1], evenly spread, without overlap.
+
+    Windows that occur in the tokens `train`, at any place, are left out: files that are not the same may
+    still share a licence or a paragraph, which a model can learn by heart.
+    """
     _at_least(1, limit=limit)
     windows = _windows(tokens, context, "this part of the corpus")
+    if train is not None:
+        windows = windows[~occur(windows, train)]
+        if not len(windows):
+            raise LabError(
+                f"all windows of {context + 1} tokens of the validation data are in the training data, "
+                "too; give text that repeats itself less, or raise the context"
+            )
     n = min(limit, len(windows))
     return windows[np.arange(n) * len(windows) // n]
+
+
+def occur(windows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """For each of the windows [n, L], whether it occurs in `tokens`, at any place.
+
+    The sum of x_j b^j, j from 0 to L - 1, modulo 2^64, is a hash of a window x. With running sums S of
+    tokens[k] b^k, the hash of the window at i is (S[i + L] - S[i]) b^-i. Only the places whose hash
+    begins like that of a window are compared with the windows themselves.
+    """
+    length, places = windows.shape[1], len(tokens) - windows.shape[1] + 1
+    b = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse
+    powers = np.cumprod(np.full(_PLACES + length, b))
+    inverses = np.cumprod(np.full(_PLACES, np.uint64(pow(int(b), -1, 2**64))))
+    begins = np.zeros(1 << 20, bool)
+    begins[(windows.astype(np.uint64) * powers[:length]).sum(1) >> np.uint64(44)] = True
+    found = set()
+    for first in range(0, places, _PLACES):
+        part = tokens[first : first + _PLACES + length - 1].astype(np.uint64)
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(part * powers[: len(part)])])
+        differences = sums[length:] - sums[:-length]
+        hashes = differences * inverses[: len(differences)] * b  # powers[0] is b, not 1
+        for i in np.flatnonzero(begins[hashes >> np.uint64(44)]) + first:
+            found.add(tokens[i : i + length].tobytes())
+    return np.array([window.tobytes() in found for window in windows.astype(tokens.dtype)], bool)
 
 
 def load_digits(seed: int = 0) -> Images:
@@ -137,13 +176,13 @@ def load_digits(seed: int = 0) -> Images:
     rows = np.split(order, [held_out, 2 * held_out])
     tune, test, train = ((images[part], labels[part]) for part in rows)
     name = f"digits of scikit-learn, {len(labels)} images of 8 x 8"
-    return Images(name, train, tune, test, _digest({"train": train, "tune": tune, "test": test}))
+    return Images(name, train, tune, test, digest_of({"train": train, "tune": tune, "test": test}))
 
 
 def image_batches(images: Images, *, batch_size: int, seed: int) -> grain.MapDataset:
     """`image_batches(...)[step]` is (images, labels); the order is that of `batches`."""
     pixels, labels = images.train
-    return _endless(lambda rows: (pixels[rows], labels[rows]), len(labels), batch_size, seed)
+    return endless(lambda rows: (pixels[rows], labels[rows]), len(labels), batch_size, seed)
 
 
 # The endless stream.
@@ -168,7 +207,7 @@ class _Batches:
         return self.read(np.concatenate(taken))
 
 
-def _endless(
+def endless(
     read: Callable[[np.ndarray], Any], rows: int, batch_size: int, seed: int
 ) -> grain.MapDataset:
     _at_least(1, batch_size=batch_size)
@@ -384,7 +423,7 @@ def _hash(path: str) -> bytes:
     return hashlib.sha256(os.fsencode(path)).digest()
 
 
-def _digest(named: Mapping[str, Iterable[Any]]) -> str:
+def digest_of(named: Mapping[str, Iterable[Any]]) -> str:
     """A digest of named arrays and their sizes, so that it changes if a byte moves to the next array."""
     digest = hashlib.sha256()
     for name, arrays in named.items():

@@ -13,6 +13,7 @@ from tensorboardX.summary import scalar
 
 from pergrad.lab.config import Train
 from pergrad.lab.files import disk_errors
+from pergrad.lab.run.found import layer_name
 from pergrad.lab.run.records import read_metrics
 from pergrad.lab.run.train import Observer
 
@@ -76,7 +77,17 @@ class Events:
 
 
 def _add(writer: EventsWriter, row: dict[str, Any]) -> None:
-    numbers = {name: x for name, x in row.items() if name not in ("step", "noise")}
-    numbers |= {f"noise/{name}": x for name, x in row.get("noise", {}).items()}
+    numbers = {name: x for name, x in row.items() if name not in ("step", "noise", "outliers")}
+    numbers |= {_tag(name): x for name, x in row.get("noise", {}).items()}
     summary = [scalar(name, x).value[0] for name, x in numbers.items() if x is not None]
     writer.write_event(Event(wall_time=time.time(), step=row["step"], summary={"value": summary}))
+
+
+def _tag(name: str) -> str:
+    """`noise_scale` as `noise/scale`, and `snr/block/kernel/value` as `noise/layers/snr/block.kernel`.
+
+    TensorBoard shows names with the same beginning together.
+    """
+    number, of_layer, layer = name.partition("/")
+    number = number.removeprefix("noise_")
+    return f"noise/layers/{number}/{layer_name(layer)}" if of_layer else f"noise/{number}"

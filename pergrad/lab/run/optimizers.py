@@ -7,12 +7,16 @@ learning rate alone are the same program, which is compiled once.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pergrad import optim
 from pergrad.lab.config import Train
+from pergrad.lab.errors import LabError
 
 
 def make(config: Train) -> optim.StatsTransformation:
@@ -21,7 +25,8 @@ def make(config: Train) -> optim.StatsTransformation:
     adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps, "max_update": config.max_update} | decay
     match config.optimizer:
         case "adam":
-            tx = optim.preconditioned_adam(1.0, **adam)
+            start = "batch" if config.start_at_batch else None
+            tx = optim.preconditioned_adam(1.0, initial_second_moment=start, **adam)
         case "micro_adam":
             tx = optim.micro_adam(1.0, **adam)
         case "micro_adam_var":
@@ -35,6 +40,8 @@ def make(config: Train) -> optim.StatsTransformation:
             tx = optim.ada_momentum(1.0, config.b1, config.b2, **decay)
         case "micro_sign_sgd":
             tx = optim.micro_sign_sgd(1.0, config.b1, **decay)
+            if config.mean_signs:
+                tx = _signs_of_means(tx, config.mean_signs.split(","))
         case "sign_sgd":
             tx = optim.sign_sgd(1.0, config.b1, **decay)
         case "sign_ema":
@@ -55,6 +62,34 @@ def learning_rate(config: Train, step: int) -> float:
         * 0.5
         * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
     )
+
+
+def _signs_of_means(tx: optim.StatsTransformation, names: Sequence[str]) -> optim.StatsTransformation:
+    """In the layers of these names the optimizer is given sign(mean g) in place of mean sign(g)."""
+
+    def init(params: Any) -> Any:
+        if unknown := {*names} - names_of(params):
+            raise LabError(f"mean_signs: the model has no layer {', '.join(sorted(unknown))}.")
+        return tx.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, *, stats: Any, **extra: Any) -> Any:
+        def of(path: Any, mean: jax.Array, sign: jax.Array) -> jax.Array:
+            return jnp.sign(mean) if _on(path) & {*names} else sign
+
+        signs = jax.tree_util.tree_map_with_path(of, stats["mean"], stats["sign"])
+        return tx.update(updates, state, params, stats=stats | {"sign": signs}, **extra)
+
+    return optim.StatsTransformation(init, update, tx.stats)
+
+
+def names_of(params: Any) -> set[str]:
+    """All names on the paths of parameters: those of layers, and of what they hold."""
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    return {name for path in paths for name in _on(path)}
+
+
+def _on(path: Any) -> set[str]:
+    return {*re.findall(r"\w+", jax.tree_util.keystr(path))}
 
 
 def _matrices(params: Any) -> Any:

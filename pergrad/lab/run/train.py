@@ -17,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import pergrad as pg
 from pergrad.lab import floor, timing
 from pergrad.lab.config import Train
-from pergrad.lab.run import data, devices, model, optimizers
+from pergrad.lab.run import data, devices, images, model, optimizers, outliers
 from pergrad.lab.run.devices import Place
 from pergrad.lab.run.records import Run, plain, to_stderr
 
-VALIDATION_EXAMPLES = 256  # in each half of the validation data
+VALIDATION_EXAMPLES = 4096  # at most, in each half of the validation data
+VALIDATED = 256  # examples that go through the model at a time in a validation
 FETCHED = 20  # steps whose metrics are fetched together, so that not every step waits for the device
 PRICED = 3  # microbatch sizes of `jax.grad` that statistics are compared with: 1, 2 and 4 examples
 NOISE_DECAY = 0.9  # the decay of the noise diagnostics' averages, over one step in `noise_every`
@@ -77,26 +79,43 @@ class Observer(Protocol):
 
 
 def make_problem(config: Train) -> Problem:
-    """Text and a transformer, or images and a convolutional network."""
-    rngs = nnx.Rngs(config.seed)
-    if config.data == "digits":
-        images = data.load_digits()
-        batches = data.image_batches(images, batch_size=config.batch_size, seed=config.seed)
-        module, loss = model.Convolutional(config.model, 10, rngs), model.image_loss
-        name, digest = images.name, images.digest
-        tune, test = images.tune, images.test
-    else:
-        corpus = data.load_text(config.data, config.tokens, config.vocabulary)
-        context = config.model.context
-        batches = data.batches(corpus, context=context, batch_size=config.batch_size, seed=config.seed)
-        module, loss = model.Transformer(config.model, corpus.vocabulary, rngs), model.text_loss
-        name, digest = corpus.name, corpus.digest
-        tune, test = (
-            data.validation_windows(part, context=context, limit=VALIDATION_EXAMPLES)
-            for part in (corpus.tune, corpus.test)
-        )
+    """The data of a configuration, and the model for it."""
+    problems = {"photos": _photos, "digits": _digits} if config.domain == "images" else {}
+    return problems.get(config.data, _text)(config, nnx.Rngs(config.seed))
+
+
+def _text(config: Train, rngs: nnx.Rngs) -> Problem:
+    corpus = data.load_text(config.data, config.tokens, config.vocabulary)
+    context = config.model.context
+    batches = data.batches(corpus, context=context, batch_size=config.batch_size, seed=config.seed)
+    tune, test = (
+        data.validation_windows(part, context=context, limit=VALIDATION_EXAMPLES, train=corpus.train)
+        for part in (corpus.tune, corpus.test)
+    )
+    module = model.LANGUAGES[config.model.kind](config.model, corpus.vocabulary, rngs)
+    return _problem(corpus, module, model.text_loss, batches, tune, test)
+
+
+def _photos(config: Train, rngs: nnx.Rngs) -> Problem:
+    photos = images.load_photos()
+    batches = images.batches(photos, batch_size=config.batch_size, seed=config.seed)
+    tune, test = (images.spread(part, VALIDATION_EXAMPLES) for part in (photos.tune, photos.test))
+    module = model.Pixels(config.model, rngs)
+    return _problem(photos, module, model.photo_loss, batches, tune, test)
+
+
+def _digits(config: Train, rngs: nnx.Rngs) -> Problem:
+    digits = data.load_digits()
+    batches = data.image_batches(digits, batch_size=config.batch_size, seed=config.seed)
+    module = model.Convolutional(config.model, 10, rngs)
+    return _problem(digits, module, model.digit_loss, batches, digits.tune, digits.test)
+
+
+def _problem(source: Any, module: Any, loss: Any, batches: Any, tune: Any, test: Any) -> Problem:
     graph, params = nnx.split(module, nnx.Param)
-    return Problem(name, digest, functools.partial(loss, graph), params, batches, tune, test)
+    return Problem(
+        source.name, source.digest, functools.partial(loss, graph), params, batches, tune, test
+    )
 
 
 class Unwatched:
@@ -140,13 +159,15 @@ def train(
         observer.doing("tracing and compiling a step, and taking the first one")
         first, waiting, diverged = done + 1, [], False
         while done < config.steps and not diverged:
-            batch, rate = place.examples(problem.batches[done]), optimizers.learning_rate(config, done)
+            examples, rate = problem.batches[done], optimizers.learning_rate(config, done)
+            batch = place.examples(examples)
             state, metrics = compiled.step(state, batch, rate)
             done += 1
             row = {"step": done, **metrics, "learning_rate": rate, "examples": done * config.batch_size}
             if config.noise_every and done % config.noise_every == 0:
-                state = compiled.noise(state, batch)
+                state, norms = compiled.noise(state, batch)
                 row["noise"] = monitor.summary(state.noise, layers=True)
+                row["outliers"] = outliers.listed(norms, examples, config.tokens)
             is_checkpoint = done % config.checkpoint_every == 0
             is_validated = done % config.validate_every == 0 or done == config.steps
             if is_validated:
@@ -195,7 +216,7 @@ class _Compiled(NamedTuple):
     monitor: pg.noise.Monitor
     stats: Callable[[Tree, Any], Any]
     step: Callable[[State, Any, Any], tuple[State, dict[str, jax.Array]]]
-    noise: Callable[[State, Any], State]
+    noise: Callable[[State, Any], tuple[State, jax.Array]]  # and the norms of the gradients [B]
     validate: Callable[[Tree, Any], jax.Array]
 
 
@@ -209,10 +230,15 @@ def _without_numbers(config: Train) -> Train:
 @functools.lru_cache(maxsize=32)
 def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
     """Everything that runs on the device. `data_digest` tells apart data of the same name."""
-    loss = make_problem(config).loss
+    problem = make_problem(config)
+    loss = problem.loss
     tx = optimizers.make(config)
     monitor = pg.noise.Monitor(decay=NOISE_DECAY, signs=True)
-    options: Any = {"microbatch_size": config.microbatch_size, "spmd_axis_name": place.batch_axis}
+    options: Any = {
+        "microbatch_size": config.microbatch_size,
+        "spmd_axis_name": place.batch_axis,
+        "param_specs": place.specs(problem.params),
+    }
     stats_fn = pg.value_and_stats(loss, tx.stats, **options)
     noise_fn = pg.grad_stats(loss, monitor.stats, **options)
 
@@ -224,9 +250,12 @@ def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(stats["mean"])}
         return place.kept(state._replace(params=params, optimizer=optimizer)), metrics
 
-    def noise(state: State, batch: Any) -> State:
+    def noise(state: State, batch: Any) -> tuple[State, jax.Array]:
         stats = noise_fn(state.params, batch)
-        return place.kept(state._replace(noise=monitor.update(stats, state.noise)))
+        norms = jnp.sqrt(sum(jnp.square(norm) for norm in jax.tree.leaves(stats["norm"])))
+        if place.mesh is not None:  # so that every process has all of them
+            norms = jax.lax.with_sharding_constraint(norms, NamedSharding(place.mesh, PartitionSpec()))
+        return place.kept(state._replace(noise=monitor.update(stats, state.noise))), norms
 
     return _Compiled(
         tx,
@@ -245,12 +274,22 @@ def _start(config: Train, compiled: _Compiled, params: Tree) -> State:
 
 
 def _mean_loss(loss: Any, params: Tree, examples: Any) -> jax.Array:
-    return loss(params, jax.tree.map(jnp.asarray, examples))
+    """The mean loss of all examples, from `VALIDATED` of them at a time."""
+    examples = jax.tree.map(jnp.asarray, examples)
+    n = floor.examples(examples)
+    whole = n - n % VALIDATED
+    parts = jax.tree.map(lambda x: x[:whole].reshape(-1, VALIDATED, *x.shape[1:]), examples)
+    # The parameters are carried along, since Flax refuses those of an outer trace in a loop of its own.
+    _, losses = jax.lax.scan(lambda own, part: (own, loss(own, part)), params, parts)
+    total = VALIDATED * jnp.sum(losses)
+    if whole < n:
+        total += (n - whole) * loss(params, jax.tree.map(lambda x: x[whole:], examples))
+    return total / n
 
 
 def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
     def of(x: Any) -> Any:
-        return x if isinstance(x, (int, dict)) else plain(x)  # the monitor's numbers are plain
+        return x if isinstance(x, (int, dict, list)) else plain(x)  # what is inside them is plain
 
     return {name: of(x) for name, x in row.items()}
 

@@ -1,11 +1,20 @@
-"""Names for the parameters of the lab's model, and the groups in which studies sum them up."""
+"""Names for the parameters of the lab's models, and the groups in which studies sum them up."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-GROUPS = ("embedding", "attention", "feed-forward", "norms", "head")
-_OF = {"embed": 0, "position": 0, "qkv": 1, "out": 1, "up": 2, "down": 2, "head": 4}
+GROUPS = {
+    "embedding": ("embed", "position"),
+    "attention": ("qkv", "out"),
+    "feed-forward": ("up", "down"),
+    "recurrent": ("input", "recurrent"),
+    "convolutions": ("above", "row", "link"),
+    "norms": ("norm", "attention_norm", "mlp_norm"),
+    "head": ("head",),
+}
+_GROUP_OF = {word: name for name, words in GROUPS.items() for word in words}
 
 
 def short(path: str) -> str:
@@ -20,8 +29,13 @@ def short(path: str) -> str:
 
 def group(path: str) -> str:
     """Which of `GROUPS` a parameter is in."""
-    found = [_OF[word] for word in _words(path) if word in _OF]
-    return GROUPS[found[0]] if found else "norms"
+    return next(_GROUP_OF[word] for word in _words(path) if word in _GROUP_OF)
+
+
+def groups(paths: Iterable[str]) -> list[str]:
+    """Those of `GROUPS` that these parameters are in, in their order."""
+    found = {group(path) for path in paths}
+    return [name for name in GROUPS if name in found]
 
 
 def _words(path: str) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pergrad.lab.compare import decide, sweep
-from pergrad.lab.config import Model, Train
+from pergrad.lab.config import DomainName, KindName, Model, Train
+from pergrad.lab.errors import LabError
 from pergrad.lab.pages import report
 from pergrad.lab.run import records
 
@@ -23,7 +24,7 @@ NEVER = 10**6  # steps between validations or checkpoints of short runs, which v
 
 
 class Amount(Protocol):
-    """How much a preset tunes: the first `tuning_seeds` of the seeds choose learning rates."""
+    """How much a preset tunes: seeds that are reported, and others that choose learning rates."""
 
     @property
     def seeds(self) -> int: ...
@@ -66,7 +67,10 @@ class Lab:
 
 @dataclasses.dataclass(frozen=True)
 class StudyResult:
-    """What a study found. `rows` become results.jsonl, and `ran` is a paragraph on what was run."""
+    """What a study found. `ran` is a paragraph on what was run.
+
+    `rows` become results.jsonl, below a line with the command, the preset and the versions.
+    """
 
     ran: str
     sections: Sequence[report.Section]
@@ -82,6 +86,18 @@ class Study:
     claim: str
     presets: Mapping[str, Any]
     run: Callable[[Any, Lab], StudyResult]
+    domains: tuple[DomainName, ...] = ("text", "images")
+
+    def preset(self, name: str, domain: DomainName = "text", kind: KindName = "transformer") -> Any:
+        """A preset with the data of a domain and a kind of model, which are options of its `base`."""
+        if domain not in self.domains:
+            raise LabError(f"this study is about {' and '.join(self.domains)} alone, not {domain}.")
+        preset = self.presets[name]
+        base = preset.base
+        model = dataclasses.replace(base.model, kind=kind)
+        data = base.data if domain == base.domain else ""
+        base = dataclasses.replace(base, domain=domain, data=data, model=model)
+        return dataclasses.replace(preset, base=base)
 
 
 def write(
@@ -89,13 +105,14 @@ def write(
 ) -> tuple[Path, list[decide.Verdict]]:
     """Runs a study and writes results, figures and page; returns the page's path, and the answers."""
     result = study.run(preset, lab)
+    about = {"preset": dataclasses.asdict(preset), "versions": records.versions()}
     page = report.Page(
         title=study.title,
         question=study.question,
         claim=study.claim,
         ran=f"{result.ran}\n\n    {command}",
         sections=result.sections,
-        config={"preset": dataclasses.asdict(preset), "versions": records.versions()},
+        config=about,
     )
     answers = [verdict for section in result.sections for verdict in section.verdicts]
-    return report.write(page, out, result.rows), answers
+    return report.write(page, out, [{"command": command, **about}, *result.rows]), answers

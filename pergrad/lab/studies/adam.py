@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,13 +43,14 @@ CLAIMS = (
     (CAPPED, ADAM),
 )
 LESS_STABLE = (MICRO, VAR)  # the methods that are said to be less stable than Adam
+FACTORS = (1, 2, 4, 8)  # times each method's best learning rate: where stability is judged
 SPIKE = 0.5  # a loss so many nats above the lowest mean of `CALM` steps before it is a spike
 CALM = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much is run. The first `tuning_seeds` seeds choose learning rates, from `rates`."""
+    """How much is run. `tuning_seeds` seeds, which are not reported, choose learning rates."""
 
     base: Train
     seeds: int
@@ -105,6 +106,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
     tuned = lab.tune(
         methods, {name: preset.rates[name.removesuffix(CLIPPED)] for name in methods}, preset
     )
+    stable, rows = _stability(tuned, lab)
     return StudyResult(
         f"{findings.count(tuned)} A run takes {preset.base.steps} steps of {preset.base.batch_size} "
         "examples. "
@@ -112,10 +114,10 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         f"no coordinate moves by more than {CAP:g} times the learning rate in a step.",
         [
             findings.at_best(tuned, lab.runs, findings.compare(tuned, CLAIMS)),
-            _stability(tuned, lab.runs),
+            stable,
             findings.tuning(tuned),
         ],
-        findings.rows(tuned),
+        [*findings.rows(tuned), *rows],
     )
 
 
@@ -134,30 +136,52 @@ def has_spike(losses: Sequence[float | None]) -> bool:
     return bool(np.any(x[CALM:] > np.minimum.accumulate(means)[:-1] + SPIKE))
 
 
-def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
-    """Runs that diverged and runs with spikes, at the chosen learning rate and at all."""
-    rows: list[list[str]] = []
-    spikes: dict[str, dict[int, float]] = {}
-    for name, own in tuned.items():
-        cells: list[str] = []
-        spikes[name] = {}
-        for rates in ([own.method.learning_rate], list(own.runs)):
-            runs: list[tuple[dict[str, Any], bool]] = []
-            for rate in rates:
-                for seed, result in own.runs[rate].items():
-                    config = dataclasses.replace(own.method, learning_rate=rate, seed=seed)
-                    losses = [
-                        row["loss"] for row in records.read_metrics(records.directory(root, config))
-                    ]
-                    runs.append((result, result["diverged"] or has_spike(losses)))
-                    if rate == own.method.learning_rate:
-                        spikes[name][seed] = float(runs[-1][1])
-            diverged = sum(result["diverged"] for result, _ in runs)
-            cells += [f"{diverged} of {len(runs)}", f"{sum(spike for _, spike in runs)} of {len(runs)}"]
-        rows.append([name, *cells])
+def _stability(
+    tuned: Mapping[str, sweep.Tuned], lab: Lab
+) -> tuple[report.Section, list[dict[str, Any]]]:
+    """Runs that diverged and runs with spikes, at `FACTORS` times each best learning rate."""
+    runs = {
+        (name, factor, seed): dataclasses.replace(
+            tuned[name].method,
+            learning_rate=float(f"{factor * tuned[name].method.learning_rate:.6g}"),
+            seed=seed,
+        )
+        for name in (ADAM, *LESS_STABLE)
+        for factor in FACTORS
+        for seed in tuned[name].runs
+    }
+    results = lab.run(runs.values())
+    rows = []
+    for (name, factor, seed), config in runs.items():
+        losses = [row["loss"] for row in records.read_metrics(records.directory(lab.runs, config))]
+        diverged = results[config]["diverged"]
+        rows.append(
+            {"stability": name, "factor": factor, "seed": seed, "learning_rate": config.learning_rate}
+            | {"diverged": diverged, "spike": diverged or has_spike(losses)}
+        )
+    return stability(rows), rows
+
+
+def stability(rows: Sequence[Mapping[str, Any]]) -> report.Section:
+    """The section on stability, from a row for each method, factor and seed."""
+    cells: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    spikes: dict[str, Counter[int]] = {name: Counter() for name in (ADAM, *LESS_STABLE)}
+    for row in rows:
+        cells.setdefault((row["stability"], row["factor"]), []).append(row)
+        spikes[row["stability"]][row["seed"]] += row["spike"]
+    table = [
+        [
+            name,
+            f"{factor}",
+            f"{own[0]['learning_rate']:g}",
+            f"{sum(row['diverged'] for row in own)} of {len(own)}",
+            f"{sum(row['spike'] for row in own)} of {len(own)}",
+        ]
+        for (name, factor), own in cells.items()
+    ]
     verdicts = [
-        decide.compare(
-            f"runs of Adam have a spike less often than runs of {name}",
+        decide.by_ranks(
+            f"runs of Adam have a spike at fewer of the learning rates than runs of {name}",
             spikes[ADAM],
             spikes[name],
             level=decide.level_of_each(len(LESS_STABLE)),
@@ -165,16 +189,18 @@ def _stability(tuned: Mapping[str, sweep.Tuned], root: Path) -> report.Section:
         )
         for name in LESS_STABLE
     ]
+    factors = ", ".join(map(str, FACTORS[:-1]))
     return report.Section(
         "Stability",
         f"A run has a spike if the loss of a step is more than {SPIKE:g} above the lowest mean of "
-        f"{CALM} steps before it; a run that diverged has one. At the chosen learning rate, and over "
-        "the whole grid, which is not the same for all methods.",
+        f"{CALM} steps before it; a run that diverged has one. Each method runs at {factors} and "
+        f"{FACTORS[-1]} times its own best learning rate, and the number of these rates at which a seed "
+        "has a spike is compared.",
         tables=[
             report.Table(
                 "Runs",
-                ["method", "diverged", "with a spike", "diverged, all rates", "with a spike, all rates"],
-                rows,
+                ["method", "times the best rate", "learning rate", "diverged", "with a spike"],
+                table,
             )
         ],
         verdicts=verdicts,

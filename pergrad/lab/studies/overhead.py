@@ -6,9 +6,9 @@ larger part only where T is below D. pergrad never holds all gradients.
 
 Candidates take turns (see `timing`), so that a disturbance of the machine meets all of them in the same
 round: rounds pair times as seeds pair runs. The rule is fixed here, before any run. Times are compared
-by the logarithm of their ratio in every round, at every size, at a level that the sizes share (see
-`decide`). A claim about several sizes is contradicted if one of them contradicts it, and supported if
-all of them support it. Memory is what XLA sets aside. It is exact, so there is no interval.
+by the logarithm of their ratio in every round, at every size, at a level that all sizes of all claims
+share (see `decide`). A claim about several sizes is contradicted if one of them contradicts it, and
+supported if all of them support it. Memory is what XLA sets aside. It is exact, so there is no interval.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from pergrad.lab.bench import price, tasks
 from pergrad.lab.compare import decide
-from pergrad.lab.config import Model, Train
+from pergrad.lab.config import Train
 from pergrad.lab.pages import figures, report
 from pergrad.lab.run import train
 from pergrad.lab.studies._study import Lab, Study, StudyResult
@@ -42,7 +42,7 @@ class Preset:
     layers: int
     rounds: int
     budget: float  # seconds that a candidate may take at one size
-    data: str = "stdlib"
+    base: Train = dataclasses.field(default_factory=Train)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +85,10 @@ def run(sizes: Preset, lab: Lab) -> StudyResult:
     machine = price.machine()
     devices = ", ".join(machine["devices"])
     ran = (
-        "The mean and the second moment of per-example gradients of a transformer with "
-        f"{sizes.layers} block{'s' * (sizes.layers > 1)}, in batches of {sizes.tokens} bytes of text, "
-        f"cut into B sequences of T. The candidates take turns in {sizes.rounds} rounds, each until it "
+        "The mean and the second moment of per-example gradients. The model is "
+        f"{'an LSTM' if sizes.base.model.kind == 'lstm' else 'a transformer'} with {sizes.layers} "
+        f"block{'s' * (sizes.layers > 1)}, in batches of {sizes.tokens} bytes of text, cut "
+        f"into B sequences of T. The candidates take turns in {sizes.rounds} rounds, each until it "
         f"has used {sizes.budget:g} seconds. On {machine['cores']} cores ({devices}), "
         f"{machine['platform']}. The intervals are about rounds of one process: compiled again, or on "
         "another machine, times may differ by more."
@@ -97,8 +98,8 @@ def run(sizes: Preset, lab: Lab) -> StudyResult:
 
 def _measure(sizes: Preset, width: int, length: int) -> Point:
     batch_size = sizes.tokens // length
-    model = Model(layers=sizes.layers, width=width, context=length)
-    problem = train.make_problem(Train(model=model, batch_size=batch_size, data=sizes.data))
+    model = dataclasses.replace(sizes.base.model, layers=sizes.layers, width=width, context=length)
+    problem = train.make_problem(dataclasses.replace(sizes.base, model=model, batch_size=batch_size))
     found = price.measure(
         problem.loss,
         tasks.TASKS["moments"],
@@ -116,10 +117,12 @@ def _measure(sizes: Preset, width: int, length: int) -> Point:
 
 
 def time_verdict(
-    claim: str, points: Sequence[Point], name: str, beside: str, limit: float = 1.0
+    claim: str, points: Sequence[Point], name: str, beside: str, limit: float = 1.0, *, level: float
 ) -> decide.Verdict:
-    """Whether `name` takes less than `limit` times the time of `beside`, at every point."""
-    level = decide.level_of_each(len(points))
+    """Whether `name` takes less than `limit` times the time of `beside`, at every point.
+
+    `level` is that of the interval at one point.
+    """
     each = []
     for point in points:
         bound = {i: x + math.log(limit) for i, x in point.log_times(beside, name).items()}
@@ -163,6 +166,7 @@ def memory_verdict(claim: str, points: Sequence[Point], name: str, limit: float)
 
 def _times(points: Sequence[Point]) -> report.Section:
     long = [point for point in points if point.length >= point.width]
+    level = decide.level_of_each(2 * len(long) + len(points))
     return report.Section(
         "Time",
         "Ratios in the figure and in the answers are between runs of the same round; in the table, "
@@ -179,16 +183,17 @@ def _times(points: Sequence[Point]) -> report.Section:
             time_verdict(
                 f"with T at least D, {tasks.PERGRAD} takes less than {LIMIT} times jax.grad",
                 *(long, tasks.PERGRAD, tasks.FLOOR, LIMIT),
+                level=level,
             ),
             time_verdict(
                 f"with T at least D, {tasks.VMAP} takes less than {LIMIT} times jax.grad",
                 *(long, tasks.VMAP, tasks.FLOOR, LIMIT),
+                level=level,
             ),
             time_verdict(
                 f"{tasks.PERGRAD} is faster than {tasks.VMAP} at every T / D",
-                points,
-                tasks.PERGRAD,
-                tasks.VMAP,
+                *(points, tasks.PERGRAD, tasks.VMAP),
+                level=level,
             ),
         ],
     )
@@ -287,4 +292,5 @@ STUDY = Study(
         "full": Preset((64, 128, 256), DOUBLINGS, tokens=8192, layers=4, rounds=20, budget=90.0),
     },
     run=run,
+    domains=("text",),  # whose sequences can grow
 )

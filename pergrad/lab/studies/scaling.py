@@ -135,7 +135,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
             _curves(curves),
             findings.tuning(tuned, title=f"The learning rate at batch {home}"),
         ],
-        [*rows, {"noise_scale": noise_scale, "batch_size": home}],
+        [*findings.rows(tuned), *rows, {"noise_scale": noise_scale, "batch_size": home}],
     )
 
 
@@ -156,10 +156,18 @@ def _noise_scale(runs: Sequence[Train], lab: Lab) -> dict[str, float]:
     }
 
 
+def _level(others: int) -> float:
+    """The level of each of the section's intervals: `others` batch sizes for each rule, and one more."""
+    return decide.level_of_each(len(RULES) * others + 1)
+
+
 def agreeing(losses: Mapping[int, Mapping[int, float]], home: int) -> dict[int, decide.Verdict]:
-    """For each batch size but `home`, whether its final loss is within `MARGIN` of that of `home`."""
+    """For each batch size but `home`, whether its final loss is within `MARGIN` of that of `home`.
+
+    The level is shared by the batch sizes of all rules, and by the claim that the rule breaks.
+    """
     others = [size for size in losses if size != home]
-    level = decide.level_of_each(len(others))
+    level = _level(len(others))
     return {
         size: decide.equivalent(
             f"batch {size} ends within {MARGIN:g} of batch {home}",
@@ -248,6 +256,7 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
             losses[SQRT][home],
             losses[SQRT][largest],
             margin=MARGIN,
+            level=_level(len(losses[SQRT]) - 1),
             names=(f"batch {home}", f"batch {largest}"),
         ),
     ]

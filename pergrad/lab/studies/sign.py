@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import pergrad as pg
-from pergrad.lab.compare import decide
+from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
-from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.pages import findings, report
 from pergrad.lab.run import records, train
-from pergrad.lab.studies import _layers
+from pergrad.lab.studies import _found, _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 MICRO, MEAN, LATE = "MicroSign", "Sign", "SignEMA"  # the earliest first
 CLAIMS = ((MEAN, MICRO), (LATE, MEAN))
-LOOKED_AT = ("all", "embedding", "head")  # the groups whose signal must fall when signs are taken
 AT_A_TIME = 64  # examples that go through the model at a time when a run is looked at
 
 
@@ -31,7 +27,8 @@ class Preset:
     """How much is run. `tuning_seeds` seeds choose learning rates, from grids of a factor of 2.
 
     The signs of the gradients of `examples` examples are measured `looks` times in each of the first
-    `looked_seeds` runs of SignEMA.
+    `looked_seeds` runs of SignEMA. The claims in `too_short` need longer runs than these: the page does
+    not decide them, and has what longer runs found.
     """
 
     base: Train
@@ -42,6 +39,7 @@ class Preset:
     looked_seeds: int
     examples: int
     extensions: int = 2
+    too_short: tuple[tuple[str, str], ...] = ()
 
 
 _RATES = {
@@ -55,14 +53,15 @@ PRESETS = {
         seeds=4,
         tuning_seeds=1,
         rates={
-            MICRO: (8e-3, 1.6e-2, 3.2e-2),
+            MICRO: (1.6e-2, 3.2e-2, 6.4e-2),
             MEAN: (8e-3, 1.6e-2, 3.2e-2),
             LATE: (1e-3, 2e-3, 4e-3),
         },
-        looks=2,
-        looked_seeds=3,
-        examples=512,
+        looks=0,
+        looked_seeds=0,
+        examples=0,
         extensions=1,
+        too_short=((LATE, MEAN),),
     ),
     "quick": Preset(
         Train(model=SMALL, steps=2000, validate_every=500, checkpoint_every=500),
@@ -97,22 +96,40 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         LATE: dataclasses.replace(preset.base, optimizer="sign_ema"),
     }
     tuned = lab.tune(methods, preset.rates, preset)
-    looks = _look(preset, tuned[LATE].method, lab)
-    verdicts = findings.compare(tuned, CLAIMS)
+    looks = _look(preset, tuned[LATE].method, lab) if preset.looked_seeds else []
+    verdicts = findings.compare(tuned, [pair for pair in CLAIMS if pair not in preset.too_short])
+    verdicts += [_longer(preset, tuned, pair) for pair in preset.too_short]
     sections = [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned)]
     if looks:  # unless all of those runs diverged before the first look
-        sections += [_kept(preset, looks), _disagreement(looks)]
+        sections += [_disagreement(looks)]
+    looked = (
+        f" Signs were looked at in {preset.looked_seeds} more runs of {LATE}, {preset.looks} times "
+        f"each, with {preset.examples} examples."
+    )
     return StudyResult(
         f"{findings.count(tuned)} A run takes {preset.base.steps} steps of {preset.base.batch_size} "
-        f"examples. Signs were looked at in {preset.looked_seeds} more runs of {LATE}, {preset.looks} "
-        f"times each, with {preset.examples} examples.",
+        f"examples.{looked * bool(preset.looked_seeds)}",
         sections,
         [*findings.rows(tuned), *looks],
     )
 
 
+def _longer(preset: Preset, tuned: Mapping[str, sweep.Tuned], pair: tuple[str, str]) -> decide.Verdict:
+    """The verdict on a claim that these runs are too short for: what longer ones found."""
+    log = _found.rows("sign")
+    methods = {name: preset.base for name in tuned}
+    longer = findings.compare(findings.read(log, methods), CLAIMS)[CLAIMS.index(pair)]
+    own = findings.compare(tuned, [pair])[0]
+    steps = log[0]["preset"]["base"]["steps"]
+    why = (
+        f"{preset.base.steps} steps are too short to tell. `{log[0]['command']}`, {steps} steps: "
+        f"{longer.answer}, {longer.why}"
+    )
+    return dataclasses.replace(own, answer=decide.NOT_SHOWN, why=why)
+
+
 def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
-    """For each seed, step and layer: signal and noise before and after the sign, and disagreements."""
+    """For each seed, step and layer: where the mean of signs and the mean gradient disagree."""
     every = best.steps // preset.looks
     runs = [
         dataclasses.replace(best, seed=seed, checkpoint_every=every, validate_every=best.steps, keep=0)
@@ -129,8 +146,6 @@ def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
                 "mean": pg.Mean(),
                 "second_moment": pg.Mean(pg.power(2)),
                 "sign": pg.Mean(jnp.sign),
-                "nonzero": pg.Mean(lambda g: (g != 0).astype(g.dtype)),
-                "sign_factor": pg.noise.SIGN_FACTOR,
                 "count": pg.Count(),
             },
             microbatch_size=min(AT_A_TIME, preset.examples),
@@ -148,159 +163,50 @@ def _look(preset: Preset, best: Train, lab: Lab) -> list[dict[str, Any]]:
 
 
 def measure(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What signs keep, in each layer, from statistics of one batch.
-
-    Signs have a mean and a variance like any other numbers, so their signal and noise are estimated by
-    the same formulas. `factor` is 2 f(0) sigma, what a coordinate's sign is expected to keep.
-    """
-    signs = {"mean": stats["sign"], "second_moment": stats["nonzero"], "count": stats["count"]}
-    gradient = {name: stats[name] for name in ("mean", "second_moment", "count")}
-    before, after = pg.noise.by_layer(gradient), pg.noise.by_layer(signs)
-    disagree = pg.noise.sign_disagreement({**gradient, "sign": stats["sign"]})
-    factors = {
-        jax.tree_util.keystr(path): jnp.mean(x, where=jnp.isfinite(x))
-        for path, x in jax.tree_util.tree_leaves_with_path(stats["sign_factor"])
-    }
+    """In how many coordinates of each layer both signs are sure, and in how many of them they differ."""
     return [
-        {
-            "layer": path,
-            "before": [float(before[path].signal), float(before[path].noise)],
-            "after": [float(after[path].signal), float(after[path].noise)],
-            "factor": float(factors[path]),
-            "disagree": float(disagree[path][0]),
-            "sure": float(disagree[path][1]),
-        }
-        for path in before
+        {"layer": path, "disagree": float(disagree), "sure": float(sure)}
+        for path, (disagree, sure) in pg.noise.sign_disagreement(stats).items()
     ]
-
-
-def _kept(preset: Preset, looks: list[dict[str, Any]]) -> report.Section:
-    """Signal to noise before and after the sign."""
-    seeds = range(preset.looked_seeds)
-    steps = sorted({row["step"] for row in looks})
-    of = functools.partial(_snr, looks)
-    level = decide.level_of_each(len(LOOKED_AT))
-    verdicts = [
-        decide.compare(
-            f"signs have a lower signal-to-noise ratio than gradients ({name})",
-            {seed: of("after", name, seed) for seed in seeds},
-            {seed: of("before", name, seed) for seed in seeds},
-            level=level,
-            names=("signs", "gradients"),
-        )
-        for name in LOOKED_AT
-    ]
-    bars = {
-        f"{name}, {what}": decide.estimate([of(key, name, seed) for seed in seeds])
-        for name in (*_layers.GROUPS, "all")
-        for key, what in (("before", "gradients"), ("after", "signs"))
-    }
-    points = {
-        what: [decide.estimate([of(key, "all", seed, step) for seed in seeds]) for step in steps]
-        for key, what in (("before", "gradients"), ("after", "signs"))
-    }
-    curves = {name: (steps, *figures.columns(at)) for name, at in points.items()}
-    layers = list(dict.fromkeys(row["layer"] for row in looks))
-    rows = [
-        [
-            _layers.short(layer),
-            f"{_snr_of(own, 'before'):.4f}",
-            f"{_snr_of(own, 'after'):.4f}",
-            _kept_of(own),
-            f"{np.mean([row['factor'] for row in own if np.isfinite(row['factor'])] or np.nan):.2f}",
-        ]
-        for layer in layers
-        for own in [[row for row in looks if row["layer"] == layer]]
-    ]
-    return report.Section(
-        "Signal and noise before and after the sign",
-        "The signal-to-noise ratio |mu| / sqrt(tr Sigma) of one example's gradient, and of its signs: "
-        "signal and noise are added up over the steps looked at, in the table over seeds too. A layer's "
-        "ratio before the sign counts coordinates with large gradients for more, after it all for the "
-        "same, so it may rise although every coordinate loses. What a coordinate's sign is expected to "
-        "keep of its own ratio is 2 f(0) sigma, with f the density of its gradient: 0.80 if Gaussian.",
-        figures=[
-            report.Figure(
-                "Signal-to-noise ratio of one example, by group of layers",
-                "The size of the mean gradient, divided by the spread of one example's gradient around "
-                "it, before and after signs are taken. The scale is logarithmic.",
-                lambda fig: figures.bars_with_intervals(
-                    fig,
-                    bars,
-                    xlabel="signal-to-noise ratio, mean and 95% interval over seeds",
-                    kind=lambda name: name.split(", ")[1],
-                    log=True,
-                ),
-            ),
-            report.Figure(
-                "Signal-to-noise ratio over training",
-                "The same ratio for all parameters together, at the steps that were looked at.",
-                lambda fig: figures.lines_with_bands(fig, curves, "step", "signal-to-noise ratio"),
-            ),
-        ],
-        tables=[
-            report.Table(
-                "Layers",
-                [
-                    "layer",
-                    "ratio of gradients",
-                    "ratio of signs",
-                    "part kept",
-                    "expected of a coordinate",
-                ],
-                rows,
-            )
-        ],
-        verdicts=verdicts,
-    )
-
-
-def _snr(looks: list[dict[str, Any]], key: str, group: str, seed: int, step: int | None = None) -> float:
-    """|mu| / sqrt(tr Sigma) of a group of layers: both are summed over the layers, then divided."""
-    return _snr_of(
-        [
-            row
-            for row in looks
-            if row["seed"] == seed
-            and (step is None or row["step"] == step)
-            and group in ("all", _layers.group(row["layer"]))
-        ],
-        key,
-    )
-
-
-def _snr_of(rows: list[dict[str, Any]], key: str) -> float:
-    if not rows:  # the run diverged before
-        return math.nan
-    signal, noise = np.sum([row[key] for row in rows], axis=0)
-    return float(np.sqrt(max(signal, 0) / noise)) if noise > 0 else 0.0
-
-
-def _kept_of(rows: list[dict[str, Any]]) -> str:
-    before = _snr_of(rows, "before")
-    return f"{_snr_of(rows, 'after') / before:.2f}" if before > 0 else "-"
 
 
 def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
     """The section on where the mean of the signs points the other way than the mean gradient."""
-    everywhere = sum(row["disagree"] for row in looks)
-    rows = []
-    for name in (*_layers.GROUPS, "all"):
-        own = [row for row in looks if name in ("all", _layers.group(row["layer"]))]
-        disagree, sure = (sum(row[key] for row in own) for key in ("disagree", "sure"))
-        rows.append(
-            [
-                name,
-                f"{sure:.0f}",
-                f"{disagree / max(sure, 1):.2%}",
-                f"{disagree / everywhere:.0%}" if everywhere else "-",
-            ]
-        )
+    groups = _layers.groups(row["layer"] for row in looks)
+    steps = sorted({row["step"] for row in looks})
+
+    def counts(name: str, step: int | None = None) -> tuple[float, float]:
+        """The coordinates with different signs, and all sure ones."""
+        own = [
+            row
+            for row in looks
+            if name in ("all", _layers.group(row["layer"])) and step in (None, row["step"])
+        ]
+        return sum(row["disagree"] for row in own), sum(row["sure"] for row in own)
+
+    everywhere, _ = counts("all")
+    rows = [
+        [
+            name,
+            f"{sure:.0f}",
+            f"{disagree / max(sure, 1):.2%}",
+            f"{disagree / everywhere:.0%}" if everywhere else "-",
+        ]
+        for name in (*groups, "all")
+        for disagree, sure in [counts(name)]
+    ]
+    by_step = [
+        [
+            name,
+            *(f"{disagree / max(sure, 1):.2%}" for k in steps for disagree, sure in [counts(name, k)]),
+        ]
+        for name in (*groups, "all")
+    ]
     return report.Section(
         "Where the mean and the median have different signs",
         "The mean of the signs has the sign of the median, of the examples whose gradient is not 0. "
         "Only coordinates count in which both signs are sure, being more than two standard errors from "
-        "0. The last column says which layers explain the disagreement.",
+        "0. The last column says which layers have most of the disagreement.",
         tables=[
             report.Table(
                 "Coordinates, over all steps and seeds looked at",
@@ -311,7 +217,10 @@ def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
                     "share of all such coordinates",
                 ],
                 rows,
-            )
+            ),
+            report.Table(
+                "Sure coordinates with different signs, by step", ["group", *map(str, steps)], by_step
+            ),
         ],
     )
 
@@ -320,8 +229,9 @@ STUDY = Study(
     title="Where the sign goes",
     question="SignSGD with momentum can take the sign of each example's gradient, of the batch's mean, "
     "or of the momentum. Does it matter, and why?",
-    claim="The later the better: SignEMA ends below Sign, and Sign below MicroSign, because a sign "
-    "costs signal, and averages before it cost nothing (arXiv 2510.00236).",
+    claim="The later the better: SignEMA ends below Sign, and Sign below MicroSign (arXiv 2510.00236). "
+    "Whether the paper's reason, a signal-to-noise argument, is the reason here is the question of the "
+    "study argument; in which layers it matters, that of the study arms.",
     presets=PRESETS,
     run=run,
 )

@@ -272,7 +272,7 @@ def _by_layer(noise: Noise, base: Train) -> report.Section:
     steps = _steps(noise)
     measured = next(row for by_step in noise for row in by_step.values())
     paths = [name.removeprefix("signal") for name in measured if name.startswith("signal/")]
-    groups = {g: [p for p in paths if _layers.group(p) == g] for g in _layers.GROUPS}
+    groups = {g: [p for p in paths if _layers.group(p) == g] for g in _layers.groups(paths)}
 
     def share(by_step: Mapping[int, Any], steps: Sequence[int], own: Sequence[str]) -> float:
         return _ratio([pair for p in own for pair in _pairs(by_step, steps, p)]) / base.batch_size
@@ -280,7 +280,6 @@ def _by_layer(noise: Noise, base: Train) -> report.Section:
     curves = {
         g: _band(steps, [[share(by_step, [step], own) for step in steps] for by_step in noise])
         for g, own in groups.items()
-        if own
     }
     third = len(steps) // 3 or 1
     rows = [

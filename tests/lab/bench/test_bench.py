@@ -322,6 +322,20 @@ def test_figures(tmp_path):
     assert all(path.stat().st_size > 5000 for path in paths)
 
 
+def test_the_figure_of_two_chips_shows_auto_where_it_differs(tmp_path, monkeypatch):
+    left = [row for row in ROWS if row["candidate"] != AUTO]
+    panels = {"measured": [*left, a_row(AUTO, 0.75)], "compiled": ROWS}
+    drawn, draw = [], drawings.beside
+    monkeypatch.setattr(drawings, "beside", lambda fig, *rest: (drawn.append(fig), draw(fig, *rest)))
+    with sheets.checked():
+        drawings.write_beside(panels, {"cnn": "CNN", "mlp": "MLP"}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"beside.png", "beside.svg"}
+    (fig,) = drawn
+    numbers = [ax.child_axes[0].get_yticklabels()[0].get_text() for ax in fig.axes]
+    assert numbers == [tables.short(1.1 * 0.75), tables.short(1.1 * 1.25)]
+    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["MLP"]
+
+
 # The pages.
 
 

@@ -34,8 +34,8 @@ TARGETS: tuple[Any, ...] = tuple(TPUS)
 
 
 @pytest.fixture(autouse=True)
-def as_for_users(monkeypatch):
-    monkeypatch.setattr(target, "_floors", {})
+def as_for_users():
+    target.floor_row.cache_clear()
     with pages.jax_as_for_users():
         yield
 

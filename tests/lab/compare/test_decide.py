@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom, wilcoxon
 
-from pergrad.lab.compare.decide import compare, equivalent, estimate, level_of_each
+from pergrad.lab.compare import decide
+from pergrad.lab.compare.decide import by_ranks, compare, equivalent, estimate, level_of_each
 from pergrad.lab.errors import LabError
 
 BAD = (math.nan, math.inf)
@@ -135,11 +136,11 @@ def test_the_same_program_twice():
     assert equivalent("", a, dict(a), margin=0.01).answer == "supported"
 
 
-@pytest.mark.parametrize("decide", [compare, lambda *args: equivalent(*args, margin=1.0)])
+@pytest.mark.parametrize("rule", [compare, by_ranks, lambda *args: equivalent(*args, margin=1.0)])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("loss", [1.0, *BAD])
-def test_few_seeds_show_nothing(decide, n, loss):
-    v = decide("", runs(*[loss] * n), runs(*[2.0] * n))
+def test_few_seeds_show_nothing(rule, n, loss):
+    v = rule("", runs(*[loss] * n), runs(*[2.0] * n))
     assert v.answer == "not shown"
     assert v.why == ("only 1 seed" if n == 1 else "only 2 seeds")
 
@@ -154,17 +155,64 @@ def test_seeds_without_a_pair():
         compare("", {}, {})
 
 
+# Runs that diverged, and counts.
+
+
 @pytest.mark.parametrize("bad", BAD)
-def test_divergence(bad):
-    good, lost = runs(5.0, 5.1, 5.2), runs(1.0, bad, 1.0)
+def test_one_run_that_diverged_decides_nothing(bad):
+    good, lost = runs(*[5.0] * 8), runs(*[4.0] * 7, bad)
     v = compare("", lost, good, names=NAMES)
-    assert (v.answer, v.why) == ("contradicted", "1 of 3 runs of SignEMA diverged")
+    assert v.answer == "not shown" and math.isnan(v.difference.mean)
+    assert v.why.startswith("1 of 8 runs of SignEMA diverged, and signed ranks have p = ")
+    both = compare("", runs(*[bad] * 8), runs(*[bad] * 8))
+    assert both.answer == "not shown" and "p = 1," in both.why
+    assert both.why.startswith("8 of 8 runs of the first and 8 of 8 runs of the second diverged, ")
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_many_runs_that_diverged_decide(bad):
+    """All of 8 pairs have one sign: p = 2 / 2^8."""
+    good, lost = runs(*[5.0] * 8), runs(*[6.0] * 4, *[bad] * 4)
     v = compare("", good, lost, names=NAMES)
-    assert (v.answer, v.why) == ("supported", "1 of 3 runs of SignSGD diverged")
-    assert math.isnan(v.difference.mean)
-    v = compare("", runs(bad, bad, 1.0), lost)
-    assert v.answer == "not shown"
-    assert v.why.startswith("2 of 3 runs of the first and 1 of 3 runs of the second diverged: ")
+    assert v.answer == "supported"
+    assert v.why == (
+        "4 of 8 runs of SignSGD diverged, and signed ranks have p = 0.0078, with 0.05 as the limit, "
+        "in 8 pairs"
+    )
+    assert compare("", lost, good).answer == "contradicted"
+    assert compare("", good, lost, level=0.995).answer == "not shown"
+    assert compare("", good, lost, margin=2.0).answer == "not shown"  # the finite ones are within it
+
+
+def test_signed_ranks_are_those_of_scipy():
+    """Where there are no ties, and nothing diverged."""
+    rng = np.random.default_rng(6)
+    for n in (3, 6, 11):
+        a, b = rng.normal(0.4, 1, n), rng.normal(0, 1, n)
+        p, total = decide._signed_ranks(list(a - b))
+        assert p == pytest.approx(wilcoxon(a, b, method="exact").pvalue)
+        ranks = 1 + np.argsort(np.argsort(abs(a - b)))
+        assert total == np.sum(np.sign(a - b) * ranks)
+
+
+def test_equal_rates_of_divergence_are_rarely_a_difference():
+    """Two methods of which each run diverges with the probability 5% or 30%, and which are the same."""
+    rng = np.random.default_rng(7)
+    n = 2000
+    for rate in (0.05, 0.3):
+        pairs = rng.normal(size=(n, 2, 8))
+        pairs[rng.random(pairs.shape) < rate] = math.inf
+        answers = [compare("", runs(*a), runs(*b)).answer for a, b in pairs]
+        assert at_most(n - answers.count("not shown"), n, 0.05)
+
+
+def test_counts_are_compared_by_ranks():
+    few, many = runs(0, 0, 1, 0, 0, 0), runs(2, 3, 2, 4, 1, 2)
+    v = by_ranks("Adam has fewer", few, many)
+    assert v.answer == "supported"
+    assert v.why == "signed ranks have p = 0.031, with 0.05 as the limit, in 6 pairs"
+    assert by_ranks("", many, few).answer == "contradicted"
+    assert by_ranks("", few, dict(few)).answer == "not shown"
 
 
 # A claim that two are the same.
@@ -195,10 +243,12 @@ def test_a_difference_of_the_margin_is_rarely_none(difference):
 
 
 def test_equivalence_and_divergence():
-    good, lost = runs(1.0, 1.0, 1.0), runs(1.0, math.nan, 1.0)
-    assert equivalent("", lost, good, margin=1.0).answer == "contradicted"
-    assert equivalent("", good, lost, margin=1.0).answer == "contradicted"
+    good, lost = runs(*[1.0] * 8), runs(*[1.0] * 7, math.nan)
+    assert equivalent("", lost, good, margin=1.0).answer == "not shown"
     assert equivalent("", lost, lost, margin=1.0).answer == "not shown"
+    all_lost = runs(*[math.inf] * 8)
+    assert equivalent("", all_lost, good, margin=1.0).answer == "contradicted"
+    assert equivalent("", good, all_lost, margin=1.0).answer == "contradicted"
 
 
 @pytest.mark.parametrize("margin", [0.0, -1.0, math.nan, math.inf])

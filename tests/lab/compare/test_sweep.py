@@ -61,23 +61,58 @@ def test_the_grid_grows_to_where_the_best_is(runs, tmp_path):
         {"Adam": [5e-3, 1e-2, 2e-2], "SignEMA": [1e-2, 2e-2, 4e-2]},
         SEEDS,
         tmp_path,
+        tuning_seeds=2,
         extensions=3,
     )
     assert tuned["Adam"].method.learning_rate == 1e-2 and not tuned["Adam"].is_on_edge
-    assert sorted(tuned["Adam"].runs) == [5e-3, 1e-2, 2e-2]
-    assert tuned["SignEMA"].method.learning_rate == 8e-2 and not tuned["SignEMA"].is_on_edge
-    assert sorted(tuned["SignEMA"].runs) == [1e-2, 2e-2, 4e-2, 8e-2, 0.16]
+    assert sorted(tuned["Adam"].tried) == [5e-3, 1e-2, 2e-2]
+    assert not tuned["SignEMA"].is_on_edge
+    assert sorted(tuned["SignEMA"].tried) == [1e-2, 2e-2, 4e-2, 8e-2, 0.16]
+    # The losses are a parabola of the logarithm, so its lowest point is found, between two rates.
+    assert tuned["SignEMA"].method.learning_rate == pytest.approx(6.4e-2, rel=1e-5)
     assert tuned["Adam"].reported == pytest.approx({0: 6, 1: 6.01, 2: 6.02})
-    assert len(runs) == len(set(runs)) == (3 + 5) * 3
+    assert len(runs) == len(set(runs)) == (3 + 5) * 2 + 2 * 3
+
+
+def test_seeds_that_choose_are_not_reported(runs, tmp_path):
+    rates = {"Adam": [5e-3, 1e-2, 2e-2]}
+    tuned = sweep.tune({"Adam": ADAM}, rates, SEEDS, tmp_path, tuning_seeds=2)["Adam"]
+    choosing = {seed for own in tuned.tried.values() for seed in own}
+    assert set(tuned.reported) == set(SEEDS) and choosing == {1000, 1001}
+    again = findings.read(findings.rows({"Adam": tuned}), {"Adam": ADAM})["Adam"]
+    assert again.by_rate == tuned.by_rate and again.reported == tuned.reported
+    assert again.method.learning_rate == tuned.method.learning_rate == sweep.lowest_point(again.by_rate)
+    with pytest.raises(LabError, match="seed 1001: seeds from 1000 on choose"):
+        sweep.tune({"Adam": ADAM}, rates, (0, 1001), tmp_path, tuning_seeds=2)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([3.0, 1.0, 3.0], 0.02),
+        ([2.0, 1.0, 1.5], 0.02 * 2 ** (1 / 6)),
+        ([1.0, 1.0, 1.0], 0.01),  # the smallest of those that are as good as others
+        ([1.0, 2.0, 3.0], 0.01),  # at an edge
+        ([2.0, 1.0, math.inf], 0.02),  # no parabola
+        ([math.inf] * 3, 0.01),
+    ],
+)
+def test_the_lowest_point_of_a_parabola(losses, expected):
+    by_rate = {
+        rate: [loss - 0.1, loss + 0.1] for rate, loss in zip((0.01, 0.02, 0.04), losses, strict=True)
+    }
+    assert sweep.lowest_point(by_rate) == pytest.approx(expected, rel=1e-5)
 
 
 def test_down_from_where_all_diverge(runs, tmp_path):
-    tuned = sweep.tune({"Adam": ADAM}, {"Adam": [0.4, 0.8]}, SEEDS, tmp_path, extensions=8)["Adam"]
+    rates = {"Adam": [0.4, 0.8]}
+    tuned = sweep.tune({"Adam": ADAM}, rates, SEEDS, tmp_path, tuning_seeds=1, extensions=8)["Adam"]
     assert not tuned.is_on_edge and 5e-3 < tuned.method.learning_rate < 2e-2
 
 
 def test_an_edge_that_is_left_is_told(runs, tmp_path):
-    tuned = sweep.tune({"SignEMA": SIGN}, {"SignEMA": [1e-3, 2e-3]}, SEEDS, tmp_path, extensions=1)
+    rates = {"SignEMA": [1e-3, 2e-3]}
+    tuned = sweep.tune({"SignEMA": SIGN}, rates, SEEDS, tmp_path, tuning_seeds=1, extensions=1)
     assert tuned["SignEMA"].is_on_edge
 
 
@@ -101,10 +136,12 @@ def test_what_is_done_is_not_done_again(runs, tmp_path):
 
 def test_one_learning_rate_is_no_grid(tmp_path):
     with pytest.raises(LabError, match="Adam"):
-        sweep.tune({"Adam": ADAM}, {"Adam": [1e-2]}, SEEDS, tmp_path)
+        sweep.tune({"Adam": ADAM}, {"Adam": [1e-2]}, SEEDS, tmp_path, tuning_seeds=1)
 
 
-@pytest.mark.parametrize("wrong", ["--optimizers", "--seeds", "--processes=0", "--learning-rates"])
+@pytest.mark.parametrize(
+    "wrong", ["--optimizers", "--seeds", "--tuning-seeds=0", "--processes=0", "--learning-rates"]
+)
 def test_a_sweep_of_nothing(wrong, tmp_path, capsys):
     assert cli.main(["sweep", f"--out={tmp_path}", wrong]) == 1
     assert capsys.readouterr().err.startswith("error: ") and not list(tmp_path.iterdir())
@@ -175,7 +212,7 @@ def test_a_bar_in_a_terminal(monkeypatch):
         assert "2,048 tokens/s" in shown() and "0:00:30 left" in shown()
         now = 20.0
         assert "0:00:20 left" in shown()
-        bar.told(replace(ADAM, data="digits"), result(math.inf), 6, 12)
+        bar.told(replace(ADAM, domain="images", data="digits"), result(math.inf), 6, 12)
         assert "6/12" in shown() and "diverged" in shown()
         assert "1,024 tokens/s, 8 images/s" in shown() and "0:01:00 left" in shown()
     assert "5 of 8" not in file.getvalue()
@@ -207,23 +244,23 @@ def test_a_sweep_and_its_page(tmp_path, capsys):
         "1",
         "2",
     ]
-    command += ["--processes=1", "--extensions=0"]
+    command += ["--processes=1", "--extensions=0", "--tuning-seeds=1"]
     with pages.jax_as_for_users():
         assert cli.main(command) == 0
     first = capsys.readouterr().out
-    assert "12 of 12" in first and "report.html" in first
+    assert "10 of 10" in first and "report.html" in first
     text = (tmp_path / "out" / "report.html").read_text()
-    assert "<script>" not in text and "&lt;script&gt;" in text and text.count("data:image/png") == 3
+    assert "<script>" not in text and "&lt;script&gt;" in text and text.count('src="data:image/svg') == 3
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert len(rows) == 12 and {row["method"] for row in rows} == {"adam", "sign_ema"}
+    assert len(rows) == 10 and {row["method"] for row in rows} == {"adam", "sign_ema"}
     assert cli.main(command) == 0
-    assert "of 12" not in capsys.readouterr().out
+    assert "of 10" not in capsys.readouterr().out
 
 
 def test_verdicts_of_a_page(runs, tmp_path):
     """Of runs whose answer is known: SignEMA is worse by 3, whatever the seed."""
     rates = {"Adam": [5e-3, 1e-2, 2e-2], "SignEMA": [3.2e-2, 6.4e-2, 0.128]}
-    tuned = sweep.tune({"Adam": ADAM, "SignEMA": SIGN}, rates, SEEDS, tmp_path)
+    tuned = sweep.tune({"Adam": ADAM, "SignEMA": SIGN}, rates, SEEDS, tmp_path, tuning_seeds=1)
     page = findings.page(tuned, tmp_path, title="", command="")
     (verdict,) = page.sections[1].verdicts
     assert verdict.answer == "contradicted" and verdict.difference.mean == pytest.approx(3.001)
@@ -243,7 +280,7 @@ def test_batch_sizes(runs, tmp_path):
     ]
     assert [(m.batch_size, m.steps) for m in methods.values()] == [(16, 24), (16, 24), (64, 6), (64, 6)]
     rates = dict.fromkeys(methods, (1e-2, 2e-2, 4e-2))
-    tuned = sweep.tune(methods, rates, SEEDS, tmp_path, extensions=3)
+    tuned = sweep.tune(methods, rates, SEEDS, tmp_path, tuning_seeds=1, extensions=3)
     page = findings.page(tuned, tmp_path, title="", command="")
     assert [verdict.claim for verdict in page.sections[1].verdicts] == [
         "sign_ema, batch 16 ends below adam, batch 16",

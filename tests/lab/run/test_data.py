@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pergrad.lab.errors import LabError
-from pergrad.lab.run import data
+from pergrad.lab.run import data, images
 from tests.support.pages import ROOT
 
 PARTS = ("train", "tune", "test")
@@ -288,6 +288,29 @@ def test_validation_windows():
     np.testing.assert_array_equal(some, some[:, :1] + np.arange(10))
 
 
+def test_windows_of_the_training_text_are_left_out():
+    tokens = np.arange(40, dtype=np.int32)
+    train = np.concatenate([[7, 7, 7], tokens[10:20], [5], tokens[21:29]]).astype(np.int32)
+    windows = data.validation_windows(tokens, context=9, limit=50, train=train)
+    np.testing.assert_array_equal(windows[:, 0], [0, 20, 30])
+    with pytest.raises(LabError, match="all windows of 10 tokens"):
+        data.validation_windows(tokens, context=9, limit=50, train=tokens)
+
+
+@pytest.mark.parametrize("places", [5, 64, 10**4])
+def test_windows_that_occur(monkeypatch, places):
+    """As a search by Python finds them, over the edges of blocks and in texts shorter than a window."""
+    monkeypatch.setattr(data, "_PLACES", places)
+    rng = np.random.default_rng(0)
+    for length, n, values in ((1, 50, 60), (3, 400, 6), (8, 300, 2), (12, 7, 3)):
+        text = rng.integers(0, values, n).astype(np.int32)
+        windows = rng.integers(0, values, (200, length)).astype(np.int32)
+        joined = "," + ",".join(map(str, text)) + ","
+        expected = ["," + ",".join(map(str, window)) + "," in joined for window in windows]
+        assert data.occur(windows, text).tolist() == expected
+        assert any(expected) == (n >= length) and not all(expected)
+
+
 # BPE.
 
 
@@ -372,9 +395,9 @@ def test_cache_is_in_the_home_directory(prose, tmp_path, monkeypatch):
 
 
 def test_digits():
-    images = data.load_digits()
+    digits = data.load_digits()
     for part, n in (("train", 1439), ("tune", 179), ("test", 179)):
-        pixels, labels = getattr(images, part)
+        pixels, labels = getattr(digits, part)
         assert pixels.shape == (n, 8, 8, 1)
         assert pixels.dtype == np.float32
         assert pixels.min() == 0
@@ -382,7 +405,7 @@ def test_digits():
         assert labels.shape == (n,)
         assert labels.dtype == np.int32
         assert set(labels) == set(range(10))
-    whole = np.concatenate([getattr(images, part)[0] for part in PARTS]).reshape(-1, 64)
+    whole = np.concatenate([getattr(digits, part)[0] for part in PARTS]).reshape(-1, 64)
     assert len(np.unique(whole, axis=0)) == 1797  # no image is in two parts
 
 
@@ -392,11 +415,11 @@ def test_digits_go_by_the_seed():
 
 
 def test_image_batches():
-    images = data.load_digits()
-    pixels, labels = images.train
+    digits = data.load_digits()
+    pixels, labels = digits.train
 
     def flat(batch_size, seed=0):
-        batches = data.image_batches(images, batch_size=batch_size, seed=seed)
+        batches = data.image_batches(digits, batch_size=batch_size, seed=seed)
         taken = [batches[step] for step in range(-(-3000 // batch_size))]
         return [np.concatenate(arrays)[:3000] for arrays in zip(*taken, strict=True)]
 
@@ -493,3 +516,30 @@ def test_bad_numbers(bad):
         data.batches(NUMBERS, **{"context": 4, "batch_size": 1, "seed": 0} | bad)
     with pytest.raises(LabError, match="limit is 0"):
         data.validation_windows(NUMBERS.tune, context=4, limit=0)
+
+
+def test_photos():
+    """Blocks are in one part, with all their colours, and pieces come back together as the block."""
+    photos = images.load_photos()
+    parts = {part: getattr(photos, part) for part in PARTS}
+    assert {part: len(x) for part, x in parts.items()} == {"train": 19_968, "tune": 2496, "test": 2496}
+    assert all(x.shape[1:] == (8, 8) and x.dtype == np.int32 for x in parts.values())
+    assert min(x.min() for x in parts.values()) == 0 and max(x.max() for x in parts.values()) == 255
+    block = np.arange(32 * 32 * 3).reshape(32, 32, 3)
+    pieces = images.pieces(block)
+    assert pieces.shape == (48, 8, 8)
+    np.testing.assert_array_equal(pieces[0], block[:8, :8, 0])
+    np.testing.assert_array_equal(pieces[16 + 4 + 1], block[8:16, 8:16, 1])
+    np.testing.assert_array_equal(images.spread(np.arange(10), 5), [0, 2, 4, 6, 8])
+    whole = np.concatenate([x.reshape(-1, 48 * 64) for x in parts.values()])  # a row for each block
+    assert len(np.unique(whole, axis=0)) == len(whole) == 520
+
+
+def test_batches_of_photos():
+    photos = images.load_photos()
+
+    def flat(batch_size):
+        batches = images.batches(photos, batch_size=batch_size, seed=0)
+        return np.concatenate([batches[step] for step in range(-(-300 // batch_size))])[:300]
+
+    np.testing.assert_array_equal(flat(7), flat(64))

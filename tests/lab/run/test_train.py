@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import pergrad as pg
 from pergrad.lab import cli
 from pergrad.lab.config import Model, OptimizerName, Train, differences, from_json, to_json
 from pergrad.lab.errors import LabError
-from pergrad.lab.run import events, records
+from pergrad.lab.run import events, model, outliers, records
+from pergrad.lab.run import train as training
 from pergrad.lab.run.optimizers import learning_rate
-from pergrad.lab.run.train import Unwatched, train
+from pergrad.lab.run.train import Unwatched, make_problem, train
 from tests.support import labs, pages
 
 TINY = Model(layers=1, width=16, heads=2, context=16)
@@ -197,7 +200,8 @@ def test_other_data(config, tmp_path):
     config = replace(config, data=str(tmp_path / "text"))
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "run", Interrupt(6))
-    next((tmp_path / "text").iterdir()).write_text("something else\n" * 1000)
+    other = "".join(f"something else, {i}\n" for i in range(1000))  # no window of it occurs twice
+    next((tmp_path / "text").iterdir()).write_text(other)
     assert "data has changed" in refused(config, tmp_path / "run")
 
 
@@ -279,6 +283,24 @@ def test_divergence(config, tmp_path):
 # Every kind of run.
 
 
+@pytest.mark.parametrize("n", [3, 8, 10])
+def test_validation_in_parts_is_a_mean_over_all(monkeypatch, n):
+    """Of fewer examples than a part has, of whole parts, and of parts with some left over."""
+    monkeypatch.setattr(training, "VALIDATED", 4)
+    x = np.arange(n, dtype=np.float32) ** 2
+    found = training._mean_loss(lambda p, x: jnp.mean((x - p) ** 2), jnp.float32(3), x)
+    np.testing.assert_allclose(found, np.mean((x - 3) ** 2), rtol=1e-6)
+
+
+def test_adam_that_starts_at_the_first_batch(config, tmp_path):
+    config = replace(config, optimizer="adam", steps=4, noise_every=0)
+    usual, started = (
+        train(replace(config, start_at_batch=start), tmp_path / str(start))["train_loss"]
+        for start in (False, True)
+    )
+    assert np.isfinite(started) and started != usual
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(config, tmp_path, optimizer):
     config = replace(config, optimizer=optimizer, steps=4, noise_every=0, learning_rate=1e-3, clip=1.0)
@@ -291,7 +313,12 @@ def test_every_optimizer(config, tmp_path, optimizer):
 
 @pytest.mark.parametrize(
     "model",
-    [replace(TINY, layers=2, scanned=True), replace(TINY, tied=True, dtype="bfloat16")],
+    [
+        replace(TINY, layers=2, scanned=True),
+        replace(TINY, tied=True, dtype="bfloat16"),
+        replace(TINY, kind="lstm", layers=2),
+        replace(TINY, kind="lstm", layers=2, scanned=True, tied=True),
+    ],
 )
 def test_every_model(config, tmp_path, model):
     result = train(replace(config, model=model, steps=30, optimizer="micro_adam"), tmp_path)
@@ -301,9 +328,59 @@ def test_every_model(config, tmp_path, model):
 
 def test_digits(tmp_path):
     model = Model(width=32)
-    config = Train(data="digits", model=model, batch_size=32, steps=200, learning_rate=1e-2)
+    config = Train(
+        domain="images", data="digits", model=model, batch_size=32, steps=200, learning_rate=1e-2
+    )
     result = train(config, tmp_path)
     assert result["test_loss"] < 1 < np.log(10)
+
+
+def test_photos(tmp_path):
+    config = Train(domain="images", model=TINY, steps=60, learning_rate=2e-2, optimizer="micro_adam")
+    assert config.data == "photos" and from_json(to_json(config)) == config
+    for older in (Train(), Train(domain="images", data="digits")):
+        without = {name: value for name, value in to_json(older).items() if name != "domain"}
+        assert from_json(without) == older
+    result = train(config, tmp_path)
+    assert result["test_loss"] < np.log(256) - 0.3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Train(model=replace(TINY, kind="lstm")), Train(domain="images", model=TINY)],
+    ids=["lstm", "photos"],
+)
+def test_statistics_of_every_model(config):
+    """The second moment beside a loop of `jax.grad`."""
+    problem = make_problem(replace(config, batch_size=3))
+    batch = problem.batches[0]
+    ours = pg.grad_stats(problem.loss, pg.Mean(jnp.square))(problem.params, batch)
+    each = [jax.grad(problem.loss)(problem.params, batch[i : i + 1]) for i in range(3)]
+    theirs = jax.tree.map(lambda *g: sum(map(jnp.square, g)) / 3, *each)
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(jnp.max(b)))
+
+
+@pytest.mark.parametrize("kind", ["transformer", "lstm"])
+def test_text_is_read_forwards(kind):
+    """What a model says about a token does not depend on that token, nor on later ones."""
+    module = model.LANGUAGES[kind](replace(TINY, kind=kind, layers=2), 16, nnx.Rngs(0))
+    tokens = jnp.arange(TINY.context)[None] % 16
+    before, after = module(tokens), module(tokens.at[0, 5].add(1))
+    moved = np.abs(before - after).max((0, 2)) > 0
+    assert moved.tolist() == [position >= 5 for position in range(TINY.context)]
+
+
+def test_photos_are_read_row_by_row():
+    """Pixels move the predictions of later pixels alone, and of all that are near enough."""
+    module = model.Pixels(replace(TINY, layers=2), nnx.Rngs(0))
+    pixels = jnp.full((1, 8, 8), 100)
+    before, after = module(pixels), module(pixels.at[0, 1, 3].add(50))
+    moved = np.abs(before - after).max((0, 3)) > 0
+    later = np.arange(64).reshape(8, 8) > 1 * 8 + 3
+    assert not moved[~later].any()
+    assert moved[1, 4:].all() and moved[2:7].all()
+    assert not moved[7].any()  # six rows below: a layer reaches three rows, and each other one more
 
 
 def test_schedule():
@@ -319,6 +396,11 @@ def test_configurations():
     config = Train(variance=0.5, microbatch_size="auto", model=TINY)
     assert from_json(to_json(config)) == config
     assert differences(to_json(config), to_json(config)) == []
+    for wrong in ({"domain": "images"}, {"data": "digits"}):  # stdlib is text, digits are images
+        with pytest.raises(LabError, match="images"):
+            replace(config, **wrong)
+    with pytest.raises(LabError, match="lstm reads text"):
+        Train(domain="images", model=replace(TINY, kind="lstm"))
     for wrong in ({"steps": 0}, {"warmup": 2.0}, {"learning_rate": 0.0}, {"keep": -1}):
         with pytest.raises(LabError):
             replace(config, **wrong)
@@ -454,8 +536,32 @@ def test_tensorboard(config, tmp_path):
     args = command(replace(config, steps=3, noise_every=2), tmp_path)[4:]
     assert cli.main(["train", *args, "--tensorboard"]) == 0
     (file,) = (tmp_path / "tensorboard").iterdir()
-    assert b"noise/noise_scale" in file.read_bytes()
+    names = {tag for tag, step in tags(tmp_path) if step == 2}
+    assert {"loss", "learning_rate", "noise/scale", "noise/share", "noise/snr"} <= names
+    layers = {name for name in names if name.startswith("noise/layers/snr/")}
+    assert "noise/layers/snr/embed.embedding" in layers and len(layers) > 5
+    assert not [name for name in names if "value" in name or "noise_" in name]
     file.unlink()
     assert cli.main(["train", *args, "--tensorboard"]) == 0  # also of a run that is done
     assert [step for tag, step in tags(tmp_path) if tag == "loss"] == [1, 2, 3]
     assert jax.config.jax_enable_x64 is False
+
+
+# Outliers.
+
+
+def test_outlier_examples_are_listed(config):
+    """The largest first, with as much of their text as the metrics have room for."""
+    norms = np.array([1.0, 1.1, 0.9, 50.0, 1.0, 90.0, np.nan])
+    batch = np.stack([np.frombuffer(f"example {i} ".encode() * 40, np.uint8) for i in range(7)])
+    first, second = outliers.listed(norms, batch.astype(np.int32), "bytes")
+    assert (first["place"], second["place"]) == (5, 3)
+    assert first["norm"] == 90 and first["times_median"] == pytest.approx(90 / 1.05)
+    assert first["text"].startswith("example 5 ") and len(first["text"]) == outliers.READ
+    assert "text" not in outliers.listed(norms, batch, "bpe")[0]
+    assert "text" not in outliers.listed(norms, (batch, batch), "bytes")[0]
+    assert outliers.listed(np.ones(4), batch[:4], "bytes") == []
+    assert outliers.listed(np.full(4, np.nan), batch[:4], "bytes") == []
+    many = np.array([1.0] * 20 + [99.0 + i for i in range(9)])
+    assert [own["norm"] for own in outliers.listed(many, (), "bytes")] == [107, 106, 105, 104, 103]
+    assert outliers.listed(np.array([1.0, 1.1, 0.9, np.inf]), (), "bytes")[0]["norm"] is None

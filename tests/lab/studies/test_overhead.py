@@ -10,6 +10,7 @@ import pytest
 from pergrad.lab import timing
 from pergrad.lab.bench import tasks
 from pergrad.lab.compare.decide import CONTRADICTED, NOT_SHOWN, SUPPORTED
+from pergrad.lab.config import Train
 from pergrad.lab.studies import overhead
 from pergrad.lab.studies._study import Lab, write
 from tests.support import labs, pages
@@ -32,7 +33,7 @@ def made_up(name: str, *seconds: float, temp_bytes: float = 1e6) -> timing.Resul
 
 def test_overhead(text, tmp_path):
     sizes = overhead.Preset(
-        (16,), (1 / 2, 1.0), tokens=32, layers=1, rounds=3, budget=10.0, data=str(text)
+        (16,), (1 / 2, 1.0), tokens=32, layers=1, rounds=3, budget=10.0, base=Train(data=str(text))
     )
     said = []
     lab = Lab(tmp_path / "runs", say=said.append)
@@ -40,14 +41,14 @@ def test_overhead(text, tmp_path):
     page = path.read_text()
     assert len(answers) == 5
     assert len(said) == 2 and said[1].startswith("2 of 2: D 16, T 16: pergrad ")
-    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    _, *rows = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
     every = [(8, 4), (16, 2)]
     assert [(row["length"], row["batch_size"], row["candidate"]) for row in rows] == [
         (*size, name) for size in every for name in (tasks.FLOOR, tasks.VMAP, tasks.PERGRAD)
     ]
     assert all(len(row["seconds"]) == len(row["quartiles"]) == 3 for row in rows)
     assert all(row["temp_bytes"] > 0 and row["ratios"]["memory"] > 0 for row in rows)
-    assert page.count("data:image/png") == 2 and "pergrad study overhead" in page
+    assert page.count('src="data:image/svg') == 2 and "pergrad study overhead" in page
     assert page.count('class="answer ') == 2 * 5  # above all, and in their sections
     files = sorted(path.suffix for path in (tmp_path / "figures").iterdir())
     assert files == [".png", ".png", ".svg", ".svg"]
@@ -73,7 +74,7 @@ def a_point(length: int, ratio: float, temp_bytes: float = 1.1e6) -> overhead.Po
 )
 def test_a_claim_about_times_is_one_about_every_size(ratios, answer):
     points = [a_point(8 * i, ratio) for i, ratio in enumerate(ratios, 1)]
-    verdict = overhead.time_verdict("claim", points, tasks.PERGRAD, tasks.FLOOR, 1.2)
+    verdict = overhead.time_verdict("claim", points, tasks.PERGRAD, tasks.FLOOR, 1.2, level=0.975)
     most = max(ratios)
     assert verdict.answer == answer
     assert f"{most:.2f} (97.5%" in verdict.why and f"T {8 * (1 + ratios.index(most))}" in verdict.why
@@ -85,7 +86,8 @@ def test_two_rounds_show_nothing():
     point = a_point(8, 1.0)
     cut = {name: dataclasses.replace(r, seconds=r.seconds[:2]) for name, r in point.results.items()}
     point = dataclasses.replace(point, results=cut)
-    assert overhead.time_verdict("claim", [point], tasks.PERGRAD, tasks.FLOOR, 9.0).answer == NOT_SHOWN
+    verdict = overhead.time_verdict("claim", [point], tasks.PERGRAD, tasks.FLOOR, 9.0, level=0.95)
+    assert verdict.answer == NOT_SHOWN
 
 
 @pytest.mark.parametrize(

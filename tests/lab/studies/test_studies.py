@@ -1,6 +1,7 @@
 """Every study from end to end at a tiny size, and its own rules on numbers whose answer is known."""
 
 import functools
+import io
 import json
 import math
 import re
@@ -12,16 +13,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import tree_leaves_with_path as leaves_with_path
+from rich.console import Console
 
 import pergrad as pg
-from pergrad.lab import cli
+from pergrad.lab import cli, timing
+from pergrad.lab.bench import price, tables, tasks
 from pergrad.lab.compare import decide
-from pergrad.lab.compare.sweep import run_all
+from pergrad.lab.compare.sweep import TUNING_SEED, Tuned, run_all
 from pergrad.lab.config import Model, PresetName, StudyName, Train
 from pergrad.lab.errors import LabError
+from pergrad.lab.run import optimizers
 from pergrad.lab.run.records import directory
 from pergrad.lab.run.train import make_problem, parameters
-from pergrad.lab.studies import STUDIES, Lab, _layers, adam, clipping, plane, scaling, sign, snr, write
+from pergrad.lab.studies import (
+    STUDIES,
+    Lab,
+    _agreement,
+    _layers,
+    adam,
+    argument,
+    arms,
+    clipping,
+    demo,
+    law,
+    plane,
+    ramp,
+    rivals,
+    scaling,
+    sign,
+    snr,
+    write,
+)
 from tests.support import chromium, labs, pages, sheets
 
 TINY = Model(layers=1, width=8, heads=2, context=8)
@@ -41,11 +64,25 @@ def base(tmp_path_factory) -> Train:
 
 def tiny(name: str, base: Train) -> Any:
     """As small as a study can be."""
-    fast, faster = (1e-2, 2e-2), {"seeds": 3, "tuning_seeds": 1, "extensions": 0}
+    fast = (1e-2, 2e-2)
+    faster: Any = {"seeds": 3, "tuning_seeds": 1, "extensions": 0}
+    rates: Any
     match name:
         case "sign":
             rates = dict.fromkeys((sign.MICRO, sign.MEAN, sign.LATE), fast)
             return sign.Preset(base, rates=rates, looks=2, looked_seeds=3, examples=64, **faster)
+        case "arms":
+            return arms.Preset(base, rates=dict.fromkeys((arms.MICRO, arms.MEAN), fast), **faster)
+        case "argument":
+            late = replace(base, optimizer="sign_ema")
+            return argument.Preset(late, seeds=3, looks=3, examples=64, batches=8, trials=2)
+        case "law":
+            rates = dict.fromkeys((law.ADAM, law.LATE), (*fast, 4e-2))
+            sizes: Any = {"examples": 96, "batch_sizes": (4, 16, 32)}
+            return law.Preset(base, seeds=3, rates=rates, extensions=1, **sizes)
+        case "ramp":
+            ends: Any = {"fixed": (4, 8), "largest": 32}
+            return ramp.Preset(base, examples=512, rates=fast, **ends, **faster)
         case "adam":
             rates = dict.fromkeys(adam.NAMES, fast)
             return adam.Preset(base, rates=rates, **faster)
@@ -53,6 +90,8 @@ def tiny(name: str, base: Train) -> Any:
             return plane.Preset(
                 base, examples=96, batch_sizes=(4,), a=(0.0, 1.0), b=(0.0, 0.25, 1.0), **faster
             )
+        case "rivals":
+            return rivals.Preset(base, cells=((4, 24), (8, 12)), home=(4, 24), rates=fast, **faster)
         case "scaling":
             return scaling.Preset(base, examples=96, batch_sizes=(1, 4, 16), rates=fast, **faster)
         case "clipping":
@@ -63,8 +102,10 @@ def tiny(name: str, base: Train) -> Any:
     raise AssertionError(name)
 
 
-CLAIMS = {"sign": 2 + 3, "adam": 8 + 2, "plane": 3, "scaling": 4, "clipping": 6, "snr": 3}
-FIGURES = {"sign": 5, "adam": 3, "plane": 2, "scaling": 5, "clipping": 5, "snr": 2}
+CLAIMS = {"sign": 2, "arms": 4, "argument": 8, "adam": 8 + 2, "plane": 3, "rivals": 2 + 7, "scaling": 4}
+CLAIMS |= {"law": 4, "ramp": 3, "clipping": 8, "snr": 3}
+FIGURES = {"sign": 3, "arms": 3, "argument": 2, "adam": 3, "plane": 2, "rivals": 4, "scaling": 5}
+FIGURES |= {"law": 1, "ramp": 2, "clipping": 5, "snr": 2}
 
 
 class Ran(NamedTuple):
@@ -97,14 +138,16 @@ def test_study(name: StudyName, ran):
     assert len(answers) == CLAIMS[name] and {v.answer for v in answers} <= set(decide.ANSWERS)
     text = (out / "report.html").read_text()
     assert all(claim in text for claim in ("Question", "Claim", "What was run", "pergrad study"))
-    assert len(re.findall(r"<img [^>]*src=\"data:image/png;base64,", text)) == FIGURES[name]
+    assert len(re.findall(r"<img [^>]*src=\"data:image/svg\+xml;base64,", text)) == FIGURES[name]
     for kind in ("png", "svg"):
         drawn = list((out / "figures").glob(f"*.{kind}"))
         assert len(drawn) == FIGURES[name] and all(file.stat().st_size > 1000 for file in drawn)
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert {row["seed"] for row in rows if "seed" in row} == {0, 1, 2}
+    seeds = {row["seed"] for row in rows if "seed" in row}
+    assert seeds - {TUNING_SEED} == {0, 1, 2}
     assert all(math.isfinite(run["test_loss"]) for _, run, _, _ in told if not run["diverged"])
-    assert told and len({config for config, *_ in told}) == len(told)
+    times = 4 if name == "ramp" else 1  # whose four plans are not in a run's options
+    assert told and len(told) <= times * len({config for config, *_ in told})
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -120,6 +163,19 @@ def test_names_and_presets():
         assert study.title and study.question.endswith("?") and study.claim.endswith(".")
     for name, claims in (("sign", sign.CLAIMS), ("adam", adam.CLAIMS), ("clipping", clipping.CLAIMS)):
         assert len(set(claims)) == len(claims), name
+
+
+def test_domains_and_kinds():
+    """Every study has the data and the model that were asked for, or says that it cannot."""
+    for name, study in STUDIES.items():
+        lstm = study.preset("demo", "text", "lstm").base
+        assert (lstm.domain, lstm.data, lstm.model.kind) == ("text", "stdlib", "lstm"), name
+        assert study.preset("demo") == study.presets["demo"]
+        if "images" in study.domains:
+            assert study.preset("demo", "images").base.data == "photos"
+        else:
+            with pytest.raises(LabError, match="about text alone, not images"):
+                study.preset("demo", "images")
 
 
 def test_the_command(base, ran, monkeypatch, capsys):
@@ -140,44 +196,114 @@ def test_the_command(base, ran, monkeypatch, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_all_studies(monkeypatch):
+    """Every study that the domain allows, each in a directory of its own."""
+    asked = []
+    monkeypatch.setattr(cli, "_study", lambda *args: asked.append(args))
+    assert cli.main(["study", "all", "--domain", "images", "--out", "there"]) == 0
+    assert [chosen for _, chosen, *_ in asked] == [
+        one for name, one in STUDIES.items() if name != "overhead"
+    ]
+    assert {preset.base.data for _, _, preset, *_ in asked} == {"photos"}
+    assert asked[0][3] == Path("there/sign")
+    assert asked[0][5] == "pergrad study sign --preset demo --domain images"
+    asked.clear()
+    assert cli.main(["study", "all", "--model", "lstm"]) == 0
+    assert len(asked) == len(STUDIES) and asked[0][2].base.model.kind == "lstm"
+    assert asked[0][3] == Path("studies/sign-demo-lstm")
+
+
 def test_the_demonstration(base, ran, monkeypatch, capsys):
-    """A plan, prices beside jax.grad, a study; the page's path comes last."""
-    monkeypatch.setitem(STUDIES, "sign", replace(sign.STUDY, presets={"demo": tiny("sign", base)}))
+    """A plan, prices beside jax.grad, the noise of a run, a study; the page's path comes last."""
+    signs = replace(tiny("sign", base), looks=0, looked_seeds=0)
+    noisy = replace(base, noise_every=4, steps=20)
+    monkeypatch.setattr(demo, "PRESET", demo.Preset(noisy, signs))
     monkeypatch.setattr(cli, "DEMO", base)
     out = ran("sign").out
-    assert cli.main(["demo", "--out", str(out), "--processes", "1"]) == 0
-    shown = capsys.readouterr().out
-    parts = ["['head']", "candidate", "vmap(grad)", "Sign ends below MicroSign"]
-    places = [shown.index(part) for part in parts]
-    assert places == sorted(places) and shown.endswith(f"{out}/report.html\n")
+    shown = []
+    for _ in range(2):  # what is done is shown again
+        assert cli.main(["demo", "--out", str(out), "--processes", "1"]) == 0
+        shown.append(capsys.readouterr().out)
+        parts = ["['head']", "candidate", "vmap(grad)", "noise scale ", "Sign ends below MicroSign"]
+        places = [shown[-1].index(part) for part in parts]
+        assert places == sorted(places) and shown[-1].endswith(f"{out}/report.html\n")
+    pictures = [re.findall(r"^ *[\d,]* [│└].*$", text, re.MULTILINE) for text in shown]
+    assert pictures[0] == pictures[1] and len(pictures[0]) >= 11
+    page = (out / "report.html").read_text()
+    assert "The noise scale" in page and "signal-to-noise" not in page
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        ([10, 20, 30, 40, 50, 60], "grew from 15 in the first third of the run to 55 in the last third"),
+        ([60, 50, 40, 30, 20, 10], "did not grow in this run: it went from 55 in the first third"),
+        ([-1, -1, -1, 10, 20, 30], "too little signal"),
+    ],
+)
+def test_what_the_demonstration_says_of_the_noise(scales, words):
+    """Sums of noise over sums of signal; a signal may be estimated to be negative."""
+    rows = [{"noise": {"signal": math.copysign(2.0, x), "noise": 2.0 * abs(x)}} for x in scales]
+    measured = demo.noise_of([{"step": i} | row for i, row in enumerate(rows)] + [{"step": 9}])
+    assert words in demo.in_words(measured)
+
+
+def test_prices_fit_a_terminal():
+    """The table of the demonstration, with the longest names, in 80 columns."""
+    names = [
+        tasks.FLOOR,
+        tasks.VMAP,
+        f"{tasks.MICRO_GRAD}{tasks.MICROBATCH}1",
+        tasks.PERGRAD,
+        tasks.AUTO,
+    ]
+    built = timing.Executable(lambda: None, 1.0, 1.0, 1.2345e9)
+    found = [timing.Result(name, built, (1.234, 1.3)) for name in names]
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+        tables.show(console, "", price.numbers(found), tables.BRIEF)
+        lines = console.file.getvalue().splitlines()  # type: ignore
+        assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+        assert all(any(name in line and "1234.0" in line for line in lines) for name in names)
 
 
 # Where the sign goes.
 
 
-def test_what_signs_keep():
+def test_where_signs_disagree():
     """Gradients whose signs are known: a third of the examples outweighs the others."""
-    n = 300
-    x = jnp.where(jnp.arange(n) % 3 == 0, 4.0, -1.0)  # mean 2/3, median -1
+    x = jnp.where(jnp.arange(300) % 3 == 0, 4.0, -1.0)  # mean 2/3, median -1
     stats_fn = pg.grad_stats(
         lambda params, x: jnp.mean(params["head"]["kernel"] * x),
         {
             "mean": pg.Mean(),
             "second_moment": pg.Mean(jnp.square),
             "sign": pg.Mean(jnp.sign),
-            "nonzero": pg.Mean(lambda g: (g != 0).astype(g.dtype)),
-            "sign_factor": pg.noise.SIGN_FACTOR,
             "count": pg.Count(),
         },
     )
     (row,) = sign.measure(stats_fn({"head": {"kernel": jnp.ones(())}}, x))
     assert _layers.group(row["layer"]) == "head"
     assert row["disagree"] == row["sure"] == 1  # the mean is above 0, that of the signs below
-    g, s = np.array(x), np.sign(x)
-    for key, values in (("before", g), ("after", s)):
-        noise = values.var(ddof=1)
-        expected = [values.mean() ** 2 - noise / n, noise]
-        np.testing.assert_allclose(row[key], expected, rtol=1e-4)
+
+
+def test_arms_between_the_signs(base):
+    """Signs of the mean in some layers, of the examples in the others."""
+    head, more = arms.arms_of(base).values()
+    assert head.mean_signs == "head" and more.mean_signs == "head,up,down,embed,position"
+    lstm = arms.arms_of(replace(base, model=replace(TINY, kind="lstm")))
+    assert [arm.mean_signs for arm in lstm.values()] == ["head", "head,embed"]
+    photos = arms.arms_of(replace(base, domain="images", data="photos"))
+    assert [arm.mean_signs for arm in photos.values()] == ["head"]
+    params = {name: {"kernel": jnp.zeros(2)} for name in ("head", "qkv")}
+    mean = {name: {"kernel": jnp.array([3.0, -2.0])} for name in params}
+    signs = {name: {"kernel": jnp.array([-0.5, 0.25])} for name in params}
+    tx: Any = optimizers.make(head)
+    updates, _ = tx.update(mean, tx.init(params), params, stats={"mean": mean, "sign": signs})
+    np.testing.assert_allclose(updates["head"]["kernel"], -0.1 * np.array([1, -1]), rtol=1e-6)
+    np.testing.assert_allclose(updates["qkv"]["kernel"], -0.1 * np.array([-0.5, 0.25]), rtol=1e-6)
+    with pytest.raises(LabError, match="no layer hed"):
+        optimizers.make(replace(head, mean_signs="hed")).init(params)
 
 
 def test_layers():
@@ -185,6 +311,110 @@ def test_layers():
     assert _layers.group("['block_0']['mlp_norm']['scale'].value") == "norms"
     assert _layers.group("['position']['embedding'].value") == "embedding"
     assert _layers.short("['position']['embedding'].value") == "position"
+    for config in (Train(model=replace(TINY, kind="lstm")), Train(domain="images", model=TINY)):
+        paths = [jax.tree_util.keystr(p) for p, _ in leaves_with_path(make_problem(config).params)]
+        middle = "recurrent" if config.domain == "text" else "convolutions"
+        assert middle in _layers.groups(paths) and _layers.groups(paths)[-1] == "head"
+
+
+# The signal-to-noise argument.
+
+
+@pytest.mark.parametrize("rho", [0.03, 0.1, 0.5])
+def test_ratios_by_brute_force(rho):
+    """Mean over deviation of each placement's average, of Gaussian numbers."""
+    B, b1, trials = 4, 0.8, 20_000
+    g = rho + np.random.default_rng(0).standard_normal((40, B, trials))
+    batches = {
+        _agreement.EARLY: np.sign(g).mean(1),
+        _agreement.MIDDLE: np.sign(g.mean(1)),
+        _agreement.LATE: g.mean(1),
+    }
+    decays = (1 - b1) * b1 ** np.arange(40)
+    found = _agreement.ratios(rho, B, b1)
+    for place, of in batches.items():
+        average = np.tensordot(decays, of, 1)
+        assert average.mean() / average.std() == pytest.approx(found[place], rel=0.05, abs=0.02), place
+    right = np.mean(np.tensordot(decays, batches[_agreement.LATE], 1) > 0)
+    assert right == pytest.approx(_agreement.predicted(rho, B, b1)[_agreement.LATE], abs=0.01)
+
+
+def test_numbers_of_the_argument():
+    """At B = 16 and b1 = 0.9, signs after all averages: early and middle are near, late is above."""
+    after = {
+        k: v if k != "late" else _agreement.kept(v) for k, v in _agreement.ratios(0.1, 16, 0.9).items()
+    }
+    assert [round(float(x), 2) for x in after.values()] == [1.39, 1.43, 2.33]
+
+
+def test_a_trial_by_hand():
+    """One coordinate that is mostly negative, with a positive mean; one that is Gaussian-like."""
+    loss = lambda p, x: jnp.mean(x @ p)  # noqa: E731
+    x = np.tile(np.array([[4.0, 1.0], [-1.0, 1.0], [-1.0, -0.5], [-1.0, 1.0]], np.float32), (5, 1, 1))
+    params, mu = jnp.zeros(2), x.mean((0, 1))
+    moments = _agreement.Moments(jnp.asarray(mu), jnp.ones(2))
+    right = _agreement.make_trial(_agreement.of_gradients(loss), 0.9)(params, moments, x)
+    assert {place: np.asarray(own).tolist() for place, own in right.items()} == {
+        "early": [0.0, 1.0],
+        "middle": [1.0, 1.0],
+        "late": [1.0, 1.0],
+    }
+
+
+def test_gaussian_surrogates():
+    """Trials of surrogates are right as often as the formulas say."""
+    rho = jnp.repeat(jnp.array([0.02, 0.1, 0.3]), 2000)
+    moments = _agreement.Moments({"head": rho}, {"head": jnp.ones_like(rho)})
+    trial = _agreement.make_trial(_agreement.of_gaussians(8), 0.9)
+    right = trial(moments, moments, jax.random.split(jax.random.key(0), 44))
+    right = jax.tree.map(np.asarray, right)
+    expected = _agreement.predicted(np.asarray(rho, float), 8, 0.9)
+    for place, own in right.items():
+        ours, theirs = (np.asarray(x).reshape(3, -1).mean(1) for x in (own["head"], expected[place]))
+        np.testing.assert_allclose(ours, theirs, atol=0.03)
+    moments = jax.tree.map(np.asarray, moments)
+    shares, groups, bins = _agreement.summed(moments, {_agreement.REAL: right}, 8, 0.9)
+    weights = np.asarray(rho, float)
+    late = np.average(right["late"]["head"], weights=weights)
+    assert shares[_agreement.REAL]["late"] == pytest.approx(late, rel=1e-5)
+    assert groups["head"]["weight"] == 1 and groups["head"][_agreement.REAL] == shares[_agreement.REAL]
+    assert sum(x is not None for x in bins[_agreement.FORMULA]["late"]) == 3
+
+
+# The law of the best learning rate.
+
+
+def test_the_lowest_point():
+    curve = {rate: 2 + (math.log(rate) - math.log(0.013)) ** 2 for rate in (4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+    assert math.exp(law.lowest(curve)) == pytest.approx(0.013)
+    assert math.isnan(law.lowest({1.0: 1.0, 2.0: 2.0, 4.0: 3.0}))  # on the edge
+    assert math.isnan(law.lowest({1.0: math.inf, 2.0: 2.0, 4.0: 3.0}))  # a neighbour diverged
+
+
+def test_slopes_below_and_above():
+    assert law.parts([1, 4, 16, 64], 20) == {"below": [1, 4, 16], "above": [16, 64]}
+    assert law.parts([1, 4], math.nan) == {"below": [1, 4]}
+    rate = {1: 0.01, 4: 0.02, 16: 0.04, 64: 0.044}  # the square-root rule, which then breaks
+    own = {size: {s: math.log(x) + 1e-3 * s for s in range(5)} for size, x in rate.items()}
+    below, above = law.verdicts({law.ADAM: own}, 20)
+    assert (below.answer, above.answer) == ("supported", "supported")
+    below, above = law.verdicts({law.MICRO: own}, 20)
+    assert (below.answer, above.answer) == ("contradicted", "supported")
+    own[1][0] = math.nan
+    assert law.verdicts({law.ADAM: own}, 20)[0].answer == "not shown"
+
+
+# Batches that follow the noise.
+
+
+def test_plans_see_the_same_examples(ran):
+    rows = [json.loads(line) for line in (ran("ramp").out / "results.jsonl").read_text().splitlines()]
+    rows = rows[1:]  # the first one has the command
+    steps = {(row["plan"], row["steps"]) for row in rows}
+    assert {("fixed 4", 128), ("fixed 8", 64), ("ramp by hand", 32 + 16 + 8 + 4)} <= steps
+    hand = next(row for row in rows if row["plan"] == "ramp by hand")
+    assert hand["grown"] == [[0, 4], [128, 8], [256, 16], [384, 32]]
+    assert {row["seed"] for row in rows} == {0, 1, 2, TUNING_SEED}
 
 
 # What Adam divides by.
@@ -195,6 +425,24 @@ def test_spikes():
     assert not adam.has_spike(calm) and adam.has_spike([*calm, 3.0 + adam.SPIKE + 0.2])
     assert adam.has_spike([*calm, None]) and not adam.has_spike([5.0, 9.0])
     assert adam.has_spike([5.0, None])  # however early
+
+
+def test_stability_is_judged_at_several_rates(ran):
+    """Made up: MicroAdam has spikes at all rates from 4 times the best on, the others nowhere."""
+    rows = [
+        {"stability": name, "factor": factor, "seed": seed, "learning_rate": 1e-2 * factor}
+        | {"diverged": False, "spike": name == adam.MICRO and factor >= 4}
+        for name in (adam.ADAM, *adam.LESS_STABLE)
+        for factor in adam.FACTORS
+        for seed in range(8)
+    ]
+    section = adam.stability(rows)
+    assert [v.answer for v in section.verdicts] == ["supported", "not shown"]
+    assert ["MicroAdam", "4", "0.04", "0 of 8", "8 of 8"] in section.tables[0].rows
+    told = [config for config, *_ in ran("adam").told if config.optimizer == "micro_adam"]
+    reported = {config.learning_rate for config in told if config.seed == 0 and config.clip is None}
+    best = min(reported)
+    assert sorted(reported) == pytest.approx([factor * best for factor in adam.FACTORS], rel=1e-5)
 
 
 # The plane.
@@ -219,6 +467,25 @@ def test_points_of_the_plane(base):
     assert plane._name(4, (1.0, 1 / 16)) == "a = 1, b = 1/16, batch 4"
     with pytest.raises(LabError, match="1/8"):
         replace(tiny("plane", base), batch_sizes=(8,))
+
+
+# Rivals of Adam.
+
+
+def test_what_has_not_run_yet_is_left_out(base):
+    """The rest is decided at the level that all cells, or all rivals, share."""
+
+    def ended(loss: float) -> Tuned:
+        return Tuned(base, {}, {seed: {"test_loss": loss + 0.01 * seed} for seed in range(3)})
+
+    preset = tiny("rivals", base)
+    pair = {rivals.ADAM: ended(2.0), rivals.FLOORED: ended(1.5)}
+    in_one_cell = {rivals.name_in(preset.home, name): own for name, own in pair.items()}
+    (verdict,) = rivals.where(preset, in_one_cell)
+    assert verdict.answer == "supported" and "(97.5%" in verdict.why
+    (verdict,) = rivals.beside(pair)
+    assert verdict.claim == "MSQ with a floor ends below Adam" and "(99.3%" in verdict.why
+    assert len(rivals.beside(pair | {rivals.CAPPED: ended(2.001)})) == 3
 
 
 # Batch sizes.

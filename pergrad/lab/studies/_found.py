@@ -1,0 +1,19 @@
+"""What studies have found: the `results.jsonl` of runs of a preset, compressed, in the folder `found`.
+
+docs/studies.md has its numbers from these files, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "found"
+
+
+def rows(name: str, preset: str = "quick") -> list[dict[str, Any]]:
+    """The lines of a study's results. The first one says by which command and commit they were made."""
+    with gzip.open(FOLDER / f"{name}-{preset}.jsonl.gz", "rt") as opened:
+        return [json.loads(line) for line in opened]
