@@ -29,7 +29,7 @@ PROGRAMS ?= 1000
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo private-digits mislabelled growing-batches fisher-from-few \
+.PHONY: help demo private-digits mislabelled attribution growing-batches fisher-from-few \
 	test test-all test-oldest test-newest test-tpu test-gpu \
 	test-engine-oldest test-engine-newest test-nightly mutants fuzz lint bench bench-torch \
 	docs docs-figures test-docs dist constraints clean
@@ -37,7 +37,7 @@ FIRST_SEED ?= 0
 help: ## list the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/installed ## a model's plan, the price of its statistics, a study on real text
+demo: $(VENV)/installed ## a model's plan and price, the noise of a run as it trains, a study of signs
 	$(VENV)/bin/pergrad demo
 
 private-digits: $(VENV)/installed ## train with differential privacy, show accuracy beside epsilon
@@ -45,6 +45,9 @@ private-digits: $(VENV)/installed ## train with differential privacy, show accur
 
 mislabelled: $(VENV)/installed ## find wrong labels by the examples' gradients, draw mislabelled.png
 	$(VENV)/bin/python -m examples.mislabelled
+
+attribution: $(VENV)/installed ## find the training images behind a prediction, train without them, draw attribution.png
+	$(VENV)/bin/python -m examples.attribution
 
 growing-batches: $(VENV)/installed ## train with batches that follow the noise scale, count the examples it takes
 	$(VENV)/bin/python -m examples.growing_batches

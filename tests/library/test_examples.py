@@ -250,6 +250,70 @@ def test_picture(mislabelled, finding, tmp_path):
     assert pixels.std() > 0.1
 
 
+# Attribution.
+
+
+@pytest.fixture(scope="module")
+def attribution(digits):
+    pytest.importorskip("matplotlib")
+    from examples import attribution
+
+    return attribution
+
+
+@pytest.fixture(scope="module")
+def attributed(attribution):
+    with pages.jax_as_for_users():
+        return attribution.run(seed=0, asked=8)
+
+
+def test_margin_is_the_odds_of_the_class(attribution, digits):
+    params, data = digits.init(jax.random.key(0)), digits.load(np.random.default_rng(0))
+    for image, label in zip(*first(data.train, 3), strict=True):
+        p = float(jax.nn.softmax(digits.logits(params, image[None]))[0, label])
+        batch = image[None], np.array([label])
+        np.testing.assert_allclose(attribution.margin(params, batch), np.log(p / (1 - p)), rtol=1e-4)
+
+
+def test_an_example_without_weight_is_not_trained_on(attribution, digits):
+    params, data = digits.init(jax.random.key(0)), digits.load(np.random.default_rng(0))
+    images, labels = first(data.train, 60)
+    order, weights = np.arange(60).reshape(-1, 20), np.ones(60, np.float32)
+    changed = images.copy()
+    changed[7] = 1 - changed[7]
+
+    def trained(images):
+        return flat(attribution.train(params, (images, labels), order, weights))
+
+    assert not np.allclose(trained(images), trained(changed))
+    weights[7] = 0
+    np.testing.assert_array_equal(trained(images), trained(changed))
+
+
+def test_scores_of_a_linear_model(attribution):
+    """With features of their own, examples influence nobody else; the ridge shrinks equally."""
+    features, surprise = 2 * np.eye(3, dtype=np.float32), np.array([0.5, 1.0, 0.0], np.float32)
+    shrunk = 4 / (4 + attribution.RIDGE * 4)
+    found = attribution.trak(features, features, surprise)
+    np.testing.assert_allclose(found, shrunk * np.diag(surprise), atol=1e-6)
+
+
+def test_what_a_prediction_rests_on(attribution, attributed):
+    falls = attributed.falls
+    assert np.mean(falls["TRAK, 1024 numbers"]) > np.mean(falls[attribution.RANDOM]) + 0.3
+    labels, asked = attributed.data.train[1], attributed.data.held_out[1][:8]
+    same = labels[attribution.chosen(attributed.scores[attribution.RANDOM])] == asked[:, None]
+    assert same.all() and same.shape == (8, attribution.LEFT_OUT)
+    assert len(attribution.result_table([attributed]).splitlines()) == 2 + len(falls)
+
+
+def test_picture_of_attribution(attribution, attributed, tmp_path):
+    attribution.draw(attributed, str(tmp_path / "found.png"))
+    from matplotlib import image
+
+    assert image.imread(tmp_path / "found.png").std() > 0.1
+
+
 # Batches that grow.
 
 

@@ -10,9 +10,11 @@ skipped. `make test-tpu` installs it and runs them.
 
 import importlib.util
 
+import jax
 import pytest
 
-from tests.support import guards
+from pergrad.lab.bench import compilers, sharded
+from tests.support import guards, pages
 from tests.support.guards import CLIPPED, MOMENTS, NORMS, PERCEPTRON, RECURRENT, SCANNED, UNROLLED, Limit
 
 pytestmark = pytest.mark.skipif(
@@ -33,3 +35,16 @@ LIMITS = {
 @pytest.mark.parametrize("name", LIMITS)
 def test_cost(name: str) -> None:
     guards.check(name, LIMITS[name], "tpu:v5e")
+
+
+def test_sharded_parameters() -> None:
+    """On four chips one layer is gathered at a time, and nothing with an example axis."""
+    with pages.jax_as_for_users():
+        compilers.use("tpu:v5e")
+        model = sharded.MODELS["3M"]
+        needs = sharded.build(sharded.place(model, "v5e:2x2"), "moments")
+    largest = needs.largest_gathered
+    assert largest is not None
+    assert largest.elements <= max(4 * model.width, model.vocab) * model.width
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(guards.arguments(model)[0]))
+    assert needs.result_bytes <= 1.1 * 2 * whole / 4  # two statistics, in four shards
