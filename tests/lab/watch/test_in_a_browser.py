@@ -111,6 +111,10 @@ def test_the_page_can_be_read(browser, served, tmp_path, width, dark):
     assert not (pale := chromium.pale(browser)), pale
     assert browser.ask("document.querySelectorAll('#examples tbody tr').length") == 20
     assert browser.ask("document.querySelectorAll('#examples b').length") == 0
+    said = browser.ask("document.querySelector('#examples tbody code').textContent")
+    assert said.startswith("def <b>function</b>(self, argument): ⏎ return xxx")
+    named = browser.ask("[...document.querySelectorAll('#scale .ytick text')].map(e => e.textContent)")
+    assert set(named) <= {"50", "100", "200", "500", "1000"} and "200" in named
     ink = browser.ask("getComputedStyle(document.body).color")
     drawn = browser.ask("getComputedStyle(document.querySelector('#loss .xtick text')).fill")
     assert ink == drawn

@@ -233,7 +233,13 @@ function drawLines(name, line) {
       traces.push({ ...look, ...at, name: `${look.name}, validation`, mode: "markers", marker: ring });
     }
   }
-  const yaxis = { title: { text: line.y }, type: line.log ? "log" : "linear", exponentformat: line.log ? "none" : "power" };
+  const yaxis = { title: { text: line.y }, type: line.log ? "log" : "linear", exponentformat: "power" };
+  if (line.log) {
+    const values = traces.flatMap((trace) => trace.y).filter((y) => y > 0);
+    const [low, high] = values.reduce(([a, b], y) => [Math.min(a, y), Math.max(b, y)], [Infinity, 0]);
+    yaxis.tickvals = marksBetween(low, high);
+    yaxis.ticktext = yaxis.tickvals.map(String);
+  }
   if (line.range) yaxis.range = line.range;
   if (line.from) yaxis.rangemode = line.from;
   const few = seen().length <= 5;
@@ -294,14 +300,26 @@ function layersCard(path) {
   return figure;
 }
 
+/** The numbers that a logarithmic scale names: 1, 2 and 5 in each power of ten. */
+function marks() {
+  const found = [];
+  for (let power = -9; power < 12; power++)
+    for (const digit of [1, 2, 5]) found.push(Number(`${digit}e${power}`));
+  return found;
+}
+
+/** Which of them an axis names that has values from `low` to `high`: at most about eight. */
+function marksBetween(low, high) {
+  const inside = marks().filter((x) => x >= low / 2.5 && x <= 2.5 * high);
+  return inside.length > 8 ? inside.filter((x) => /^1(e|0*$)|^0\.0*1$/.test(String(x))) : inside;
+}
+
 function drawMap(place, run, low, high) {
   const names = [...new Set(run.noise.flatMap((row) => Object.keys(row.layers)))].reverse();
   const every = Math.ceil(run.noise.length / COLUMNS);
   const columns = run.noise.filter((_, i) => i % every === 0 || i === run.noise.length - 1);
   const values = names.map((name) => columns.map((row) => row.layers[name]));
-  const ticks = [];
-  for (let power = -6; power < 4; power++)
-    for (const digit of [1, 2, 5]) ticks.push(Number(`${digit}e${power}`));
+  const ticks = marks();
   const trace = {
     type: "heatmap",
     x: columns.map((row) => row[axis()]),
@@ -316,10 +334,15 @@ function drawMap(place, run, low, high) {
     colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks.map(Math.log10), ticktext: ticks.map(String) },
   };
   place.style.height = `${Math.max(14, 5 + 1.05 * names.length)}rem`;
-  const half = narrow.matches ? 8 : 16;
+  const half = narrow.matches ? 13 : 16;
   const labels = names.map((name) => plain(name.length > 2 * half + 1 ? `${name.slice(0, half)}…${name.slice(-half)}` : name));
-  const yaxis = { tickvals: trace.y, ticktext: labels, tickfont: { size: 11 }, showgrid: false };
+  const yaxis = { tickvals: trace.y, ticktext: labels, tickfont: { size: narrow.matches ? 9 : 11 }, showgrid: false };
   plot(place, [trace], { yaxis, xaxis: { showgrid: false }, hovermode: "closest" }, "");
+}
+
+/** A text with a sign for each new line and without its indentation, so that a row of the table stays low. */
+function oneLine(text) {
+  return text.replace(/[ \t]+/g, " ").replace(/\s*\n\s*/g, " ⏎ ").trim();
 }
 
 function drawOutliers() {
@@ -327,10 +350,11 @@ function drawOutliers() {
   found.sort((a, b) => b.step - a.step || b.norm - a.norm);
   const rows = found.slice(0, LISTED).map((own) => {
     const row = make("tr");
-    const cells = [own.run, own.step, own.place, short(own.norm), short(own.times_median)];
-    cells.forEach((said, i) => (row.appendChild(make("td", i ? "number" : "")).textContent = said));
-    const text = row.appendChild(make("td")).appendChild(make("code"));
-    text.textContent = own.text || "";
+    const numbers = (cells) => cells.forEach((said) => (row.appendChild(make("td", "number")).textContent = said));
+    row.appendChild(make("td")).textContent = own.run;
+    numbers([own.step, short(own.times_median)]);
+    row.appendChild(make("td")).appendChild(make("code")).textContent = oneLine(own.text || "");
+    numbers([short(own.norm), own.place]);
     return row;
   });
   if (!rows.length) {
