@@ -113,6 +113,16 @@ def test_page_can_be_read(page: Path, width: int, browser: chromium.Browser):
 
 
 @needs_site
+def test_a_result_is_one_entry(browser: chromium.Browser):
+    """Every line of a docstring's `Returns` once became an entry of its own, with the type in front."""
+    entries = """[...document.querySelectorAll('.doc-contents > p')].filter(
+      e => e.textContent.trim() == 'Returns:').map(e => e.nextElementSibling.children.length)"""
+    browser.open(SITE / "reference" / "functions.html", 1440)
+    found = browser.ask(entries)
+    assert found and set(found) == {1}
+
+
+@needs_site
 def test_no_link_is_broken(browser: chromium.Browser):
     links, known = {}, {}
     for page in BUILT:
