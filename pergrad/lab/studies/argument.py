@@ -228,7 +228,7 @@ def _shares(looks: Sequence[Look]) -> report.Section:
     curves = {
         f"{place}, {kind}": (steps, *figures.columns(at(step, kind, place) for step in steps))
         for place in PLACES
-        for kind in (REAL, SURROGATE)
+        for kind in KINDS
     }
     rows = [
         [f"{place}, {kind}", *(str(at(step, kind, place)) for step in steps)]
