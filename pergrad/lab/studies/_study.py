@@ -103,9 +103,12 @@ class Study:
 def write(
     study: Study, preset: Any, out: Path, lab: Lab, command: str
 ) -> tuple[Path, list[decide.Verdict]]:
-    """Runs a study and writes results, figures and page; returns the page's path, and the answers."""
-    result = study.run(preset, lab)
+    """Runs a study and writes results, figures and page; returns the page's path, and the answers.
+
+    The versions are those from before the runs, so that the commit is the one that fixed the rule.
+    """
     about = {"preset": dataclasses.asdict(preset), "versions": records.versions()}
+    result = study.run(preset, lab)
     page = report.Page(
         title=study.title,
         question=study.question,
