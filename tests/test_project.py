@@ -163,7 +163,7 @@ def test_imports_go_one_way(module):
 LAB_ORDER = [
     *("errors", "files", "config", "timing", "floor"),
     *("run", "compare", "pages", "watch", "bench", "studies"),
-    *("progress", "picture", "plans", "cli_bench", "cli", "__main__"),
+    *("progress", "picture", "cli_bench", "cli", "__main__"),
 ]
 LAB_MODULES = sorted(module for module in MODULES if module.startswith("pergrad.lab."))
 
@@ -277,7 +277,7 @@ def test_docstring_is_there(name):
 
 
 def test_import_needs_no_optional_package():
-    optional = ["equinox", "flax", "haiku", "matplotlib"]
+    optional = ["equinox", "flax", "haiku", "matplotlib", "rich"]
     code = f"import sys, pergrad; print([name for name in {optional} if name in sys.modules])"
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
