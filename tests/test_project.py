@@ -44,7 +44,7 @@ ORDER = [
     *("_errors", "_compat"),
     *("_ir", "_statistics", "_trace", "_cut", "_strategies", "_plan", "_run", "_call"),
     *("_moments", "noise", "scaling", "optim"),
-    *("", "nnx", "lab"),
+    *("", "linen", "nnx", "lab"),
 ]
 
 
@@ -191,7 +191,7 @@ def test_imports_in_the_lab_go_one_way(module):
 def test_lab_uses_what_is_public(module):
     ours = {name for name in imports(MODULES[module]) if name.split(".")[0] == "pergrad"}
     outside = {name.split(".")[1] for name in ours if "." in name} - {"lab"}
-    assert outside <= NAMES | ROOMS | {"nnx"}
+    assert outside <= NAMES | ROOMS | {"linen", "nnx"}
     private = {
         ast.unparse(node)
         for node in ast.walk(MODULES[module])
@@ -202,7 +202,7 @@ def test_lab_uses_what_is_public(module):
 
 # The rooms on top of the engine use its public names. Besides these they need the types of arguments,
 # the dtype of sums, how results are merged, which arguments of a call are whose, and internals of JAX.
-ON_TOP = ("_moments", "noise", "scaling", "optim", "nnx")
+ON_TOP = ("_moments", "noise", "scaling", "optim", "linen", "nnx")
 NOT_PUBLIC = {
     *("_statistics.By", "_statistics.Per", "_statistics.Where"),
     *("_call.ArgNums", "_call.MicrobatchSize", "_call.Nonfinite", "_call.StrategyName"),

@@ -47,7 +47,7 @@ def defined(path: Path) -> set[str]:
 
 def test_reference_has_every_public_name_once():
     rooms = {"optim": pg.optim.__all__, "noise": pg.noise.__all__}
-    rooms |= {name: defined(ROOT / "pergrad" / f"{name}.py") for name in ("scaling", "nnx")}
+    rooms |= {name: defined(ROOT / "pergrad" / f"{name}.py") for name in ("scaling", "linen", "nnx")}
     expected = [f"pergrad.{name}" for name in {*pg.__all__, *rooms}]
     expected += [f"pergrad.{room}.{name}" for room, names in rooms.items() for name in names]
     text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))

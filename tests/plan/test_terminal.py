@@ -26,7 +26,7 @@ def plan() -> pg.Plan:
 
 @pytest.fixture
 def printed(monkeypatch):
-    """A function that prints something to a pseudo-terminal of 200 columns, and returns what came out."""
+    """A function that prints to a pseudo-terminal of 200 columns, and returns what came out."""
 
     def of(thing) -> str:
         ours, theirs = os.openpty()
