@@ -1,6 +1,7 @@
 """`pergrad.linen.TrainState`, with models of Flax linen."""
 
 import doctest
+import functools
 from typing import Any
 
 import jax
@@ -71,7 +72,7 @@ def test_a_state_goes_the_way_of_its_optimizer(name):
         updates, opt_state = tx.update(stats["mean"], opt_state, params, stats=stats)
         params = optax.apply_updates(params, updates)
     assert state.step == 3 and isinstance(state, state_module.TrainState)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (state.params, state.opt_state), (params, opt_state))
 
 
