@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from pergrad.lab.bench import cases, drawings, tasks
-from pergrad.lab.bench.grid import Column, Grid, building, compared, in_processes, pipes
+from pergrad.lab.bench.grid import Column, Grid, building, compared, in_processes, pipes, short
 from pergrad.lab.bench.tables import Row
 from pergrad.lab.bench.tasks import (
     ACCUMULATED,
@@ -131,6 +131,7 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     for name, (title, grid) in grids(logs).items():
         found[name] = f"{grid}\n\n{link(name, title, f'{FIGURES}/{TABLES}')}"
     if "beside" in found:
+        found["in_words"] = in_words(logs)
         found["figure_beside"] = link(drawings.BESIDE_NAME, drawings.BESIDE_TITLE, FIGURES)
     return found
 
@@ -171,6 +172,27 @@ def grids(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
         beside = columns(run, SHOWN, "CPU") + columns(only_compiled, SHOWN, "TPU")
         found["beside"] = "CPU and TPU beside each other", compared(tuned(beside), cases.EVERY_TITLE)
     return found
+
+
+def in_words(logs: Mapping[str, Any]) -> str:
+    """The range of times on each chip, as multiples of the fastest way to the mean gradient alone."""
+    where = {"models": "Measured on the CPU", "target": "By the compiler for a TPU v5e"}
+    said = []
+    for log, words in where.items():
+        rows = drawings.at_auto(logs[log]["results"])
+        times: dict[str, dict[str, float]] = {PERGRAD: {}, VMAP: {}}  # by candidate and case
+        for row in rows:
+            if row["candidate"] in times:
+                times[row["candidate"]][row["case"]] = row["ratios"]["tuned"]
+        ours, theirs = times.values()
+        dearest = cases.EVERY_TITLE[max(ours, key=lambda case: ours[case])]
+        said.append(
+            f"{words}, mean and second moment take {short(min(ours.values()))} to "
+            f"{short(max(ours.values()))} times as long as the mean gradient alone (the highest number: "
+            f"{dearest}). With `vmap(grad)` they take {short(min(theirs.values()))} to "
+            f"{short(max(theirs.values()))} times as long."
+        )
+    return "\n".join(f"- {sentence}" for sentence in said)
 
 
 def _of_target(rows: Sequence[Row]) -> dict[str, tuple[str, Grid]]:

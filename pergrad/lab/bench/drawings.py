@@ -83,14 +83,14 @@ def write_beside(panels: Mapping[str, Iterable[Row]], titles: Mapping[str, str],
     Times are multiples of the fastest way to the mean gradient alone.
     """
     shown = {
-        title: [row for row in _at_auto(rows) if row["case"] in titles] for title, rows in panels.items()
+        title: [row for row in at_auto(rows) if row["case"] in titles] for title, rows in panels.items()
     }
     _write(out / BESIDE_NAME, BESIDE_TITLE, lambda fig: beside(fig, shown, titles))
 
 
-def _at_auto(rows: Iterable[Row]) -> list[Row]:
+def at_auto(rows: Iterable[Row]) -> list[Row]:
     """Other candidates' rows as they are, and pergrad's with `microbatch_size="auto"`."""
-    own = [row for row in rows if row["task"] == "moments" and "ratios" in row]
+    own = [row for row in rows if row["task"] == "moments" and "tuned" in row.get("ratios", ())]
     auto = {row["case"]: row for row in own if row["candidate"] == AUTO}
     found = [row for row in own if family(row["candidate"]) in (VMAP, MICRO_GRAD)]
     ours = (row for row in own if row["candidate"] == PERGRAD)

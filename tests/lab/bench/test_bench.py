@@ -403,6 +403,7 @@ def test_blocks(tmp_path):
     torch += [{**ROWS[-1], "case": "cnn, no norms", "task": "norms", "left_out": "LayerNorm"}]
     built = [{**ROWS[0], "part": "compile"}]
     compiled = [{**ROWS[3], "part": "target", "task": task} for task in tasks.TASKS]
+    compiled.append({**ROWS[1], "part": "target"})
     compiled.append({**ROWS[3], "part": "target", "case": "billion"})
     logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch, "target": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
@@ -432,6 +433,10 @@ def test_blocks(tmp_path):
     said = written.details({"about": about, "results": [*ROWS, *later, *later]})
     assert "| `abc1234` | all others |\n| `def5678` | mlp: moments, norms |" in said
     assert "L22 V32768 |" in found["target_moments"] and "L22 V32768 |" in again["beside"]
+    assert (
+        "take 1.38 to 1.38 times" in found["in_words"]
+        and "(the highest number: MLP" in found["in_words"]
+    )
     assert "CPU, pergrad" in found["beside"] and "TPU, pergrad" in found["beside"]
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()
