@@ -20,6 +20,7 @@ from pergrad.lab.pages import report, sheet
 
 _NUMBER = r"[-+−]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
 _CELL = re.compile(rf"({_NUMBER})(?:.*\(({_NUMBER}) to ({_NUMBER})[^)]*\))?")
+_TWO_PANELS = 62  # letters beside two panels that leave room for the panels
 _DECADES = 20  # from this ratio of the largest to the smallest number on, an axis is logarithmic
 
 
@@ -61,7 +62,8 @@ def _name(header: Sequence[str], cells: Sequence[str]) -> str:
 
 def _draw(fig: Sheet, names: Sequence[str], columns: dict[str, list[str]]) -> None:
     is_narrow = sheet.is_narrow(fig)
-    across = 1 if is_narrow else min(2, len(columns))
+    words = max(map(len, names), default=0) + 2 * max(len(c) for own in columns.values() for c in own)
+    across = 1 if is_narrow or len(columns) == 1 or words > _TWO_PANELS else 2
     down = -(-len(columns) // across)
     labels = [sheet.plain(name, 20 if is_narrow else 30) for name in names]
     lines = max((label.count("\n") + 1 for label in labels), default=1) + is_narrow

@@ -235,11 +235,15 @@ def _shares(looks: Sequence[Look]) -> report.Section:
         for place in PLACES
         for kind in KINDS
     ]
-    leads = {
-        f"{ahead} less {behind}, {kind}": [_lead_at(looks, step, kind, ahead, behind) for step in steps]
-        for ahead, behind in ((LATE, MIDDLE), (MIDDLE, EARLY))
-        for kind in KINDS
-    }
+    leads = report.Table(
+        "Leads, by step",
+        ["", *map(str, steps)],
+        [
+            [f"{ahead} less {behind}, {kind}", *_leads(looks, steps, kind, ahead, behind)]
+            for ahead, behind in ((LATE, MIDDLE), (MIDDLE, EARLY))
+            for kind in KINDS
+        ],
+    )
     return report.Section(
         "Signs that agree with mu",
         "The share of the coordinates in which the sign of an average agrees with the sign of mu, each "
@@ -255,33 +259,23 @@ def _shares(looks: Sequence[Look]) -> report.Section:
                     fig, curves, "step", "share of right signs, weighted by |mu|"
                 ),
             ),
-            report.Figure(
-                "Leads of later signs",
+            panels.of_table(
+                leads,
+                "Leads of later signs, by step",
                 "By how much the share of right signs of one placement is above that of another.",
-                lambda fig: figures.lines_with_bands(
-                    fig,
-                    {name: (steps, *figures.columns(own)) for name, own in leads.items()},
-                    "step",
-                    "difference of shares",
-                    reference=(0.0, "no lead"),
-                ),
             ),
         ],
         tables=[
             report.Table("Shares, by step", ["", *map(str, steps)], rows),
-            report.Table(
-                "Leads, by step",
-                ["", *map(str, steps)],
-                [[name, *map(str, own)] for name, own in leads.items()],
-            ),
+            leads,
         ],
         verdicts=verdicts(looks),
     )
 
 
-def _lead_at(looks: Sequence[Look], step: int, kind: str, ahead: str, behind: str) -> decide.Estimate:
-    own = [look for look in looks if look.step == step]
-    return decide.estimate(list(_lead(own, kind, ahead, behind).values()))
+def _leads(looks: Sequence[Look], steps: Sequence[int], kind: str, ahead: str, behind: str) -> list[str]:
+    by_step = ([look for look in looks if look.step == step] for step in steps)
+    return [str(decide.estimate(list(_lead(own, kind, ahead, behind).values()))) for own in by_step]
 
 
 def _by_noise(looks: Sequence[Look]) -> report.Section:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pergrad as pg
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
-from pergrad.lab.pages import figures, findings, panels, report
+from pergrad.lab.pages import findings, panels, report
 from pergrad.lab.run import records, train
 from pergrad.lab.studies import _found, _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
@@ -195,13 +195,21 @@ def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
         for name in (*groups, "all")
         for disagree, sure in [counts(name)]
     ]
-    shares = {
-        name: [disagree / max(sure, 1) for k in steps for disagree, sure in [counts(name, k)]]
-        for name in (*groups, "all")
-    }
-    by_step = [[name, *(f"{share:.2%}" for share in own)] for name, own in shares.items()]
-    percent = {name: [100 * share for share in own] for name, own in shares.items()}
-    curves = {name: (steps, own, own, own) for name, own in percent.items()}
+    by_step = report.Table(
+        "Sure coordinates with different signs, by step",
+        ["group", *map(str, steps)],
+        [
+            [
+                name,
+                *(
+                    f"{disagree / max(sure, 1):.2%}"
+                    for k in steps
+                    for disagree, sure in [counts(name, k)]
+                ),
+            ]
+            for name in (*groups, "all")
+        ],
+    )
     coordinates = report.Table(
         "Coordinates, over all steps and seeds looked at",
         ["group", "sure coordinates", "of them with different signs", "share of all such coordinates"],
@@ -218,19 +226,15 @@ def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
                 "Coordinates with different signs, by group of layers",
                 "Over all steps and seeds that were looked at.",
             ),
-            report.Figure(
+            panels.of_table(
+                by_step,
                 "Coordinates with different signs, by step",
                 "The share of the sure coordinates in which mean and median have different signs.",
-                lambda fig: figures.lines_with_bands(
-                    fig, curves, "step", "share with different signs (%)"
-                ),
             ),
         ],
         tables=[
             coordinates,
-            report.Table(
-                "Sure coordinates with different signs, by step", ["group", *map(str, steps)], by_step
-            ),
+            by_step,
         ],
     )
 
