@@ -46,12 +46,17 @@ def point(cell: str) -> Point | None:
     return Point(value, low, high)  # type: ignore[arg-type]
 
 
-def of_table(table: report.Table, title: str, caption: str, *, names: int = 1) -> report.Figure:
-    """The figure of a table, whose first `names` columns are the names of its rows."""
+def of_table(
+    table: report.Table, title: str, caption: str, *, names: int = 1, alike: bool = False
+) -> report.Figure:
+    """The figure of a table, whose first `names` columns are the names of its rows.
+
+    `alike` says that all columns have the same quantity: then their panels have the same axis.
+    """
     rows = [_name(table.header[:names], row[:names]) for row in table.rows]
     drawn = [i for i, has in enumerate(report.of_numbers(table)) if has and i >= names]
-    columns = {table.header[i]: [row[i] for row in table.rows] for i in drawn}
-    return report.Figure(title, caption, lambda fig: _draw(fig, rows, columns))
+    columns = [(table.header[i], [row[i] for row in table.rows]) for i in drawn]
+    return report.Figure(title, caption, lambda fig: _draw(fig, rows, columns, alike))
 
 
 def _name(header: Sequence[str], cells: Sequence[str]) -> str:
@@ -60,18 +65,22 @@ def _name(header: Sequence[str], cells: Sequence[str]) -> str:
     return ", ".join(f"{of} {cell}" if of and point(cell) else cell for of, cell in pairs)
 
 
-def _draw(fig: Sheet, names: Sequence[str], columns: dict[str, list[str]]) -> None:
+def _draw(
+    fig: Sheet, names: Sequence[str], columns: Sequence[tuple[str, Sequence[str]]], alike: bool
+) -> None:
     is_narrow = sheet.is_narrow(fig)
-    words = max(map(len, names), default=0) + 2 * max(len(c) for own in columns.values() for c in own)
+    together = [cell for _, cells in columns for cell in cells]
+    words = max(map(len, names), default=0) + 2 * max(map(len, together), default=0)
     across = 1 if is_narrow or len(columns) == 1 or words > _TWO_PANELS else 2
     down = -(-len(columns) // across)
     labels = [sheet.plain(name, 20 if is_narrow else 30) for name in names]
     lines = max((label.count("\n") + 1 for label in labels), default=1) + is_narrow
     fig.set_figheight(0.6 + down * (0.7 + max(0.3, 0.1 + sheet.LINE * lines) * len(names)))
-    every: list[Axes] = list(fig.subplots(down, across, squeeze=False).flat)
-    for number, (ax, (title, cells)) in enumerate(zip(every, columns.items(), strict=False)):
-        look: dict[str, Any] = sheet.look_of(title, list(columns)) | {"ls": ""}
-        _panel(ax, title, cells, look)
+    every: list[Axes] = list(fig.subplots(down, across, squeeze=False, sharex=alike).flat)
+    for number, (ax, (title, cells)) in enumerate(zip(every, columns, strict=False)):
+        look: dict[str, Any] = sheet.look_of(number, range(len(columns))) | {"ls": ""}
+        _panel(ax, title, cells, look, _needs_log(together if alike else cells))
+        ax.tick_params(labelbottom=True)
         if is_narrow:
             ax.set_yticks([])
             look_of_text: dict[str, Any] = {"fontsize": 9, "va": "bottom"}
@@ -89,10 +98,14 @@ def _draw(fig: Sheet, names: Sequence[str], columns: dict[str, list[str]]) -> No
         ax.set_axis_off()
 
 
-def _panel(ax: Axes, title: str, cells: Sequence[str], look: dict[str, Any]) -> None:
+def _needs_log(cells: Sequence[str]) -> bool:
+    ends = [x for cell in cells for x in point(cell) or ()]
+    return bool(ends) and min(ends) > 0 and max(ends) / min(ends) > _DECADES
+
+
+def _panel(ax: Axes, title: str, cells: Sequence[str], look: dict[str, Any], is_log: bool) -> None:
     points = [(row, found) for row, cell in enumerate(cells) if (found := point(cell)) is not None]
     ends = [x for _, found in points for x in found]
-    is_log = bool(ends) and min(ends) > 0 and max(ends) / min(ends) > _DECADES
     ax.set_xscale("log" if is_log else "linear")
     for row, (value, low, high) in points:
         bars = [[value - low], [high - value]] if low < high else None

@@ -263,6 +263,7 @@ def _shares(looks: Sequence[Look]) -> report.Section:
                 leads,
                 "Leads of later signs, by step",
                 "By how much the share of right signs of one placement is above that of another.",
+                alike=True,
             ),
         ],
         tables=[

@@ -304,6 +304,7 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
                 "Octaves over which a rule holds",
                 f"Octaves of batch sizes around {home}: those for which that was shown, and those for "
                 "which it was not shown to fail.",
+                alike=True,
             ),
         ],
         tables=[

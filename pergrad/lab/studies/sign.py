@@ -230,6 +230,7 @@ def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
                 by_step,
                 "Coordinates with different signs, by step",
                 "The share of the sure coordinates in which mean and median have different signs.",
+                alike=True,
             ),
         ],
         tables=[

@@ -309,6 +309,7 @@ def _by_layer(noise: Noise, base: Train) -> report.Section:
                 layers,
                 "Noise share of each layer",
                 "In the first and in the last third of the run. Geometric means over seeds.",
+                alike=True,
             ),
         ],
         tables=[layers],
