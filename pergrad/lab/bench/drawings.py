@@ -101,7 +101,7 @@ def beside(fig: Sheet, shown: Mapping[str, Sequence[Row]], titles: Mapping[str, 
     """Draws a line for each model and a panel for each chip, with pergrad's numbers on the right."""
     there = {row["case"] for rows in shown.values() for row in rows}
     names = [name for name in titles if name in there]
-    fig.set_size_inches(3.6 + 3.1 * len(shown), 1.7 + 0.34 * len(names))
+    fig.set_size_inches(3.6 + 3.1 * len(shown), 1.4 + 0.28 * len(names))
     panels = fig.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
     for ax, (title, rows) in zip(panels, shown.items(), strict=True):
         _dots(ax, rows, names, "tuned")
