@@ -28,6 +28,7 @@ def results(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 DRAWN_ELSEWHERE = (
     "| Python |",
     "| study |",
+    "| studies |",
     "| claim |",
     "| step |",
     "| | not clipped |",
