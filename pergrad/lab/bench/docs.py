@@ -71,7 +71,8 @@ BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DO
 TITLES: dict[str, str] = {**cases.TITLES}
 OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
 RIVALS = {ACCUMULATED: "accumulated `grad`", VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
-# The candidates on the CPU and on the TPU, beside each other.
+# The chips of the first tables, with their logs, and the candidates there.
+CHIPS = {"cpu": ("models", "on the CPU"), "tpu": ("target", "compiled for a TPU v5e")}
 SHOWN = {
     FLOOR: "`grad`",
     VMAP: "`vmap(grad)`",
@@ -130,7 +131,7 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     found["further_compiled"] = "\n\n".join(further)
     for name, (title, grid) in grids(logs).items():
         found[name] = f"{grid}\n\n{link(name, title, f'{FIGURES}/{TABLES}')}"
-    if "beside" in found:
+    if "models" in logs and "target" in logs:
         found["in_words"] = in_words(logs)
         found["figure_beside"] = link(drawings.BESIDE_NAME, drawings.BESIDE_TITLE, FIGURES)
     return found
@@ -167,10 +168,11 @@ def grids(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
     if "target" in logs:
         found |= _of_target(logs["target"]["results"])
     found |= _of_further({name: log for name, log in logs.items() if name in FURTHER})
-    if "models" in logs and "target" in logs:
-        run, only_compiled = (of_task(logs[name]["results"], "moments") for name in ("models", "target"))
-        beside = columns(run, SHOWN, "CPU") + columns(only_compiled, SHOWN, "TPU")
-        found["beside"] = "CPU and TPU beside each other", compared(tuned(beside), cases.EVERY_TITLE)
+    for chip, (log, where) in CHIPS.items():
+        if log in logs:
+            each = tuned(columns(of_task(logs[log]["results"], "moments"), SHOWN))
+            title = f"{tasks.TITLES['moments']}, {where}, beside the tuned mean gradient"
+            found[f"beside_{chip}"] = title, compared(each, cases.EVERY_TITLE)
     return found
 
 

@@ -376,7 +376,15 @@ def test_the_figure_of_a_table_has_all_of_its_numbers():
 def test_every_table_of_a_page_has_its_figure():
     text = (pages.ROOT / "docs" / "benchmarks.md").read_text()
     there = written.grids(written.logs())
-    assert {"beside", "moments", "process", "compile", "torch_norms", "target_five"} <= there.keys()
+    assert {
+        "beside_cpu",
+        "beside_tpu",
+        "moments",
+        "process",
+        "compile",
+        "torch_norms",
+        "target_five",
+    } <= there.keys()
     for name, (_, table) in there.items():
         if str(table) in text:
             assert f"{table}\n\n![" in text and f"(benchmarks/tables/{name}.png)" in text
@@ -432,12 +440,12 @@ def test_blocks(tmp_path):
     later = [{**ROWS[0], "task": task, written.AGAIN: "def5678"} for task in ("moments", "norms")]
     said = written.details({"about": about, "results": [*ROWS, *later, *later]})
     assert "| `abc1234` | all others |\n| `def5678` | mlp: moments, norms |" in said
-    assert "L22 V32768 |" in found["target_moments"] and "L22 V32768 |" in again["beside"]
+    assert "L22 V32768 |" in found["target_moments"] and "L22 V32768 |" in again["beside_tpu"]
     assert (
         "take 1.38 to 1.38 times" in found["in_words"]
         and "(the highest number: MLP" in found["in_words"]
     )
-    assert "CPU, pergrad" in found["beside"] and "TPU, pergrad" in found["beside"]
+    assert "| 1.38 (2.50) |" in found["beside_cpu"] and "| 1.38 (2.50) |" in found["beside_tpu"]
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()
     assert "2 builds" in found["compile_measured"] and "3 rounds" in found["growth_measured"]
