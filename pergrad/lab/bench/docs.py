@@ -151,7 +151,7 @@ def grids(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
         rows = logs["models"]["results"]
         for task, names in COLUMNS.items():
             own = compared(columns(of_task(rows, task), names), TITLES)
-            found[task] = f"{tasks.TITLES[task]}, on the CPU", own
+            found[task] = f"{_title(task)}, on the CPU", own
         moments = of_task(rows, "moments")
         shown = {column.candidate: column.name for column in columns(moments, COLUMNS["moments"])}
         peaks = in_processes(moments, TITLES, {FLOOR: "`jax.grad`"} | shown)
@@ -171,7 +171,7 @@ def grids(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
     for chip, (log, where) in CHIPS.items():
         if log in logs:
             each = tuned(columns(of_task(logs[log]["results"], "moments"), SHOWN))
-            title = f"{tasks.TITLES['moments']}, {where}, beside the tuned mean gradient"
+            title = f"{_title('moments')}, {where}, beside the tuned mean gradient"
             found[f"beside_{chip}"] = title, compared(each, cases.EVERY_TITLE)
     return found
 
@@ -197,6 +197,11 @@ def in_words(logs: Mapping[str, Any]) -> str:
     return "\n".join(f"- {sentence}" for sentence in said)
 
 
+def _title(task: TaskName) -> str:
+    words = tasks.TITLES[task]
+    return words[0].upper() + words[1:]
+
+
 def _of_target(rows: Sequence[Row]) -> dict[str, tuple[str, Grid]]:
     found = {}
     for task, names in COLUMNS.items():
@@ -204,7 +209,7 @@ def _of_target(rows: Sequence[Row]) -> dict[str, tuple[str, Grid]]:
             there = {name for row in own for name in (row["candidate"], family(row["candidate"]))}
             shown = {name: title for name, title in names.items() if name in there}
             grid = compared(columns(own, shown), cases.EVERY_TITLE)
-            found[f"target_{task}"] = f"{tasks.TITLES[task]}, compiled for a TPU v5e", grid
+            found[f"target_{task}"] = f"{_title(task)}, compiled for a TPU v5e", grid
     return found
 
 
@@ -217,7 +222,7 @@ def _of_further(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
             for column in columns(of_task(log["results"], task), shown, FURTHER[name])
         ]
         if any(column.rows for column in each):
-            title = f"{tasks.TITLES[task]}, compiled for other chips"
+            title = f"{_title(task)}, compiled for other chips"
             found[f"further_{task}"] = title, compared(each, cases.EVERY_TITLE)
     return found
 

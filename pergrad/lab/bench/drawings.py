@@ -49,6 +49,7 @@ AXES = {
     "V": "vocabulary V",
     "L": "layers",
 }
+FEW_TICKS = 5  # a logarithmic axis over a smaller ratio than this has too few labels
 BESIDE: tuple[TaskName, ...] = ("moments", "clipped")  # the tasks that all models are measured with
 
 
@@ -126,10 +127,12 @@ def of_grid(fig: Sheet, grid: Grid) -> None:
     fig.set_size_inches(3.4 + 3.1 * columns, 0.8 + rows * (0.6 + 0.3 * len(titles)))
     every: list[Axes] = list(fig.subplots(rows, columns, sharey=True, squeeze=False).flat)
     for ax, panel in zip(every, panels, strict=False):
-        ax.set_xscale("log")
         _draw_panel(ax, grid, panel)
         ax.set_title(panel.title, fontsize=10, loc="left")
-        sheet.plain_log(ax.xaxis)
+        low, high = ax.dataLim.intervalx
+        if high > FEW_TICKS * low:
+            ax.set_xscale("log")
+            sheet.plain_log(ax.xaxis)
         ax.tick_params(axis="y", labelsize=9)
     for ax in every[len(panels) :]:
         ax.set_axis_off()
