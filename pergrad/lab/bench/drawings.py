@@ -145,8 +145,10 @@ def _draw_panel(ax: Axes, grid: Grid, panel: Panel) -> None:
     order = [*ORDER, AUTO, FLOOR, *others]
     if panel.is_multiple:
         ax.axvline(1, color="#222222", ls=":", lw=1.4, zorder=1)
-    by_place = sorted(enumerate(grid.headings), key=lambda pair: -order.index(pair[1].candidate))
-    for number, heading in by_place:  # the first on top
+    # The first on top, and above all the small cross of "auto", which is often near pergrad's circle.
+    top = [AUTO, *order]
+    by_place = sorted(enumerate(grid.headings), key=lambda pair: -top.index(pair[1].candidate))
+    for number, heading in by_place:
         cells = [line[number] for line in grid.lines.values()]
         there = [(cell.points[panel], row) for row, cell in enumerate(cells) if panel in cell.points]
         look: dict[str, Any] = sheet.look_of(heading.candidate, order) | {"ls": ""}
