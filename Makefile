@@ -103,7 +103,7 @@ bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and to
 docs: $(DOCS)/installed ## build the site into site/, strictly; site/index.html opens without a network
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-docs-figures: $(VENV)/installed ## run the tutorials and draw their figures again
+docs-figures: $(VENV)/installed ## draw the figures of the tutorials and of the studies' tables again
 	$(VENV)/bin/python -m docs.make_figures
 
 test-docs: docs $(VENV)/installed ## build the site, and open every page in a browser
