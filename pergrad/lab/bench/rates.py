@@ -28,7 +28,15 @@ from pergrad.lab.bench import price
 from pergrad.lab.run import records
 from pergrad.lab.timing import Say, to_stderr
 
-TAKEN_OVER = ("cache_size", "kept_size", "example_axis", "stream_size", "memory")
+TAKEN_OVER = (
+    "cache_size",
+    "kept_size",
+    "example_axis",
+    "stream_size",
+    "memory",
+    "copies_beside",
+    "keeps_states",
+)
 ABOUT = (
     "Measured by `pergrad bench --rates`. No small program shows these, which are taken over from the "
     f"file of the package: {', '.join(TAKEN_OVER)}."
@@ -233,5 +241,6 @@ def table(today: Mapping[str, float], measured: Mapping[str, float]) -> str:
         before = today.get(name, math.inf)
         rows.append([name, f"{before:.3g}", f"{value:.3g}", f"{value / before:.2f}"])
     for name in TAKEN_OVER:
-        rows.append([name, f"{today.get(name, math.inf):.3g}", "taken over", ""])
+        value = today.get(name, math.inf)
+        rows.append([name, str(value) if isinstance(value, bool) else f"{value:.3g}", "taken over", ""])
     return timing.table(["rate", "today", "measured", "ratio"], rows)
