@@ -1,8 +1,9 @@
 """How fast each kind of device is: the rates from which the plan computes the price of a strategy.
 
 The rates are rough on purpose. The prices that the plan compares differ by factors, not by percents.
-They stand in `rates.json`, each kind of device with where its rates come from, "measured" or "assumed".
-`pergrad bench --rates` measures the rates of the machine that it runs on, and writes such a file.
+They stand in `rates.json`, each kind of device with where its rates come from: "measured", "compiled"
+(estimates of XLA's compiler for the device) or "assumed". `pergrad bench --rates` measures the rates of
+the machine that it runs on, and writes such a file.
 """
 
 from __future__ import annotations
