@@ -101,7 +101,7 @@ bench-torch: $(TORCH)/installed ## the same for PyTorch: BackPACK, Opacus and to
 	$(TORCH)/bin/python -m pergrad.lab.bench.torch_side_by_side
 
 docs: $(DOCS)/installed ## build the site into site/, strictly; site/index.html opens without a network
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 docs-figures: $(VENV)/installed ## run the tutorials and draw their figures again
 	$(VENV)/bin/python -m docs.make_figures

@@ -1,20 +1,38 @@
-"""Examples in docstrings as blocks of code, for the API reference of the site.
+"""What griffe, which reads the docstrings for the API reference of the site, has to be told.
 
 Docstrings hold their examples as doctest has them: lines that begin with `>>>`, up to a blank line.
-Markdown would read these as quotations.
+Markdown would read these as quotations, so they become blocks of code. Where a folder offers a function
+by the name of the file that defines it, such as `check`, griffe takes the file for the function. And it
+does not read an entry about several arguments whose names take more than one line.
 """
 
+import re
 from typing import Any
 
 import griffe
 
+NAMES = re.compile(r"^( *)((?:\w+,\s+)+\w+):", re.MULTILINE)
+
 
 class FenceExamples(griffe.Extension):
-    """Called by griffe, which reads the docstrings."""
+    """Called by griffe."""
+
+    def on_package(self, *, pkg: Any, **kwargs: Any) -> None:
+        for alias in [member for member in pkg.members.values() if member.is_alias]:
+            parts = alias.target_path.split(".")
+            if parts[0] == pkg.name and parts[-1] == alias.name:
+                found = pkg[parts[1:]]
+                if found.is_module and alias.name in found.members:
+                    function = found.members[alias.name]
+                    pkg.members[alias.name] = griffe.Alias(alias.name, function, parent=pkg)
 
     def on_object(self, *, obj: Any, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = fenced(obj.docstring.value)
+            obj.docstring.value = fenced(NAMES.sub(_in_one_line, obj.docstring.value))
+
+
+def _in_one_line(names: re.Match[str]) -> str:
+    return names[1] + " ".join(names[2].split()) + ":"
 
 
 def fenced(text: str) -> str:

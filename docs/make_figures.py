@@ -1,16 +1,45 @@
-"""Runs the tutorials and writes the figures that they draw: `make docs-figures`.
+"""Draws the figures of the pages again: `make docs-figures`.
 
 Each tutorial draws its own figure, into the directory that it runs in. The tests run the same code in a
-directory of their own.
+directory of their own. The figures in docs/studies/tables are tables of docs/studies.md: such a figure
+stands right below its table, and has all of its numbers.
 """
 
 import contextlib
 import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
+from pergrad.lab.pages import panels, report, sheet
 from tests.support import pages
+
+STUDIES = pages.ROOT / "docs" / "studies.md"
+TABLE = re.compile(
+    r"((?:^\|.*\n)+)(?:<!-- end -->\n)?\n!\[(.*)\]\((studies/tables/([\w-]+)\.png)\)", re.MULTILINE
+)
+NAMES = {"rivals-cells": 2}  # how many columns name a row, if it is not the first alone
+ALIKE = {"plane", "clipping", "overhead"}  # tables whose columns all have the same quantity
+
+
+def tables() -> Iterator[tuple[Path, report.Figure]]:
+    """The file and the figure of each table of the studies that has one."""
+    for text, title, file, name in TABLE.findall(STUDIES.read_text()):
+        header, _, *rows = (
+            [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+            for line in text.splitlines()
+        )
+        table = report.Table(title, header, rows)
+        options = {"names": NAMES.get(name, 1), "alike": name in ALIKE}
+        yield STUDIES.parent / file, panels.of_table(table, title, "", **options)
 
 
 def main() -> None:
+    for path, figure in tables():
+        path.parent.mkdir(exist_ok=True)
+        png, _ = sheet.render(figure.title, figure.draw)
+        path.write_bytes(png)
+        print(f"{STUDIES.name}: {path.name}")
     for page in sorted((pages.ROOT / "docs" / "tutorials").glob("*.md")):
         figures = pages.figures(page)
         if not figures:

@@ -5,6 +5,7 @@ Then a browser opens every page of it as well.
 """
 
 import ast
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def defined(path: Path) -> set[str]:
 
 def test_reference_has_every_public_name_once():
     rooms = {"optim": pg.optim.__all__, "noise": pg.noise.__all__}
-    rooms |= {name: defined(ROOT / "pergrad" / f"{name}.py") for name in ("scaling", "nnx")}
+    rooms |= {name: defined(ROOT / "pergrad" / f"{name}.py") for name in ("scaling", "linen", "nnx")}
     expected = [f"pergrad.{name}" for name in {*pg.__all__, *rooms}]
     expected += [f"pergrad.{room}.{name}" for room, names in rooms.items() for name in names]
     text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
@@ -120,6 +121,27 @@ def test_a_result_is_one_entry(browser: chromium.Browser):
     browser.open(SITE / "reference" / "functions.html", 1440)
     found = browser.ask(entries)
     assert found and set(found) == {1}
+
+
+def test_warnings_are_errors():
+    """With `--quiet` mkdocs does not count its warnings, and `--strict` does nothing."""
+    (build,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--strict" in build and "-q" not in build
+
+
+@needs_site
+def test_a_name_is_shown_as_what_it_is(browser: chromium.Browser):
+    """A function with the name of its file was once shown as that file, without its arguments."""
+    browser.open(SITE / "reference" / "functions.html", 1440)
+    shown = browser.ask(
+        """[...document.querySelectorAll('.doc-object')].map(e => [
+          e.querySelector('.doc-heading').id, e.className, !!e.querySelector('.doc-signature')])"""
+    )
+    kinds = {name.removeprefix("pergrad."): kind.split("doc-")[-1] for name, kind, _ in shown}
+    for name in ("check", "combine", "value_and_stats", "gram"):
+        assert inspect.isfunction(getattr(pg, name)) and kinds[name] == "function"
+    assert "module" not in kinds.values()
+    assert all(signed for name, kind, signed in shown if kind.endswith("function"))
 
 
 @needs_site

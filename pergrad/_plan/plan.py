@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pergrad._compat import aval
 from pergrad._cut import Cut, units_of
@@ -17,10 +18,16 @@ from pergrad._plan.schedule import Schedule
 from pergrad._plan.table import Row, ratio, short
 from pergrad._strategies import Work
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Schedule):
     """What a call would run, with one row for each parameter. Print it, or show it in a notebook.
+
+    In a terminal it is printed in colours if the package rich is installed. `text` is the same table
+    as plain text, for a file.
 
     `rows` has for every parameter its `path`, `shape`, `kind` of sum, `strategy`, `operations`,
     `plain_operations`, `bytes` and the `reason` for the strategy. `operations` are floating-point
@@ -38,8 +45,17 @@ class Plan(Schedule):
     plain_bytes: float
     devices: int
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The table as plain text, which has at most 80 columns unless a single name is longer."""
         return table.as_text(self.rows, self._totals())
+
+    def __str__(self) -> str:
+        return table.in_terminal(self) or self.text
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
+        """What rich shows of a plan."""
+        return table.as_rich(self.rows, self._totals(), console)
 
     def _repr_html_(self) -> str:
         return table.as_html(self.rows, self._totals())

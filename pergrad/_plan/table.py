@@ -1,4 +1,4 @@
-"""The table of a plan: as text of at most 80 columns, and as HTML for notebooks.
+"""The table of a plan: as text of 80 columns, in colours for a terminal, and as HTML for notebooks.
 
 Paths of parameters are long, and many have the same beginning. If a path does not fit into its row, its
 beginning stands on a line above all rows that share it:
@@ -10,6 +10,8 @@ beginning stands on a line above all rows that share it:
       ['kernel']  256x64  product  streamed:4   9.18M  1.09    262kB   2
 
 Many rows share a reason, and reasons are long. So they are numbered, and stand below the table.
+
+Colours come from the package rich, if it is installed. pergrad does not need it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ import dataclasses
 import html
 import itertools
 import re
+import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WIDTH = 80
 
@@ -31,6 +38,9 @@ INDENT = "  "
 
 
 HEAD = ("parameter", "shape", "term", "strategy", "ops", "x grad", "memory")
+
+
+DEAR = 1.5  # multiples of the operations of `jax.grad` from which on a number stands out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +82,54 @@ def as_text(rows: Sequence[Row], totals: Sequence[str]) -> str:
     fitting = [lines for lines in layouts if max(map(len, lines)) <= WIDTH]
     table = min(fitting, key=len) if fitting else layouts[-1]
     return "\n".join([*table, "", *_notes(reasons), "", *totals])
+
+
+def in_terminal(plan: Any) -> str | None:
+    """What rich prints of a plan, or None without rich, or if the standard output is no terminal."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console()
+    with console.capture() as captured:
+        console.print(plan, soft_wrap=True)
+    return captured.get().removesuffix("\n")
+
+
+def as_rich(rows: Sequence[Row], totals: Sequence[str], console: Console) -> Iterator[Any]:
+    """The table for a terminal: in colours, with whole paths if the window is wide enough for them."""
+    from rich import box
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    reasons = list(dict.fromkeys(row.reason for row in rows))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in (*HEAD, "why"):
+        is_text = name in HEAD[:4]
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        cells = [Text(cell) for cell in (*row.cells(), str(1 + reasons.index(row.reason)))]
+        cells[3].stylize("cyan")
+        if row.operations > DEAR * row.plain_operations > 0:
+            cells[5].stylize("yellow")
+        table.add_row(*cells)
+    needed = Measurement.get(console, console.options.update(max_width=1000), table)
+    if needed.maximum > console.width:
+        text = Text(as_text(rows, totals))
+        text.stylize("bold", 0, text.plain.index("\n"))
+        text.highlight_words({row.strategy for row in rows}, "cyan")
+        yield text
+        return
+    yield table
+    yield Text("\nwhy", "bold")
+    below = Table("", "", box=None, show_header=False, padding=(0, 1, 0, 0))
+    for number, reason in enumerate(reasons, 1):
+        below.add_row(Text(str(number)), Text(reason))
+    yield below
+    yield Text("\n" + "\n".join(totals), "bold")
 
 
 def as_html(rows: Sequence[Row], totals: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 import pergrad as pg
-from pergrad.lab import plans
 from pergrad.lab.cli_bench import bench
 from pergrad.lab.compare import decide
 from pergrad.lab.config import (
@@ -311,8 +310,7 @@ def watch(
 def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """Print the plan of a loss.
 
-    Which strategy every parameter gets, what it costs and why: what `print(pg.explain(...)(...))` says,
-    with colours if it is a terminal.
+    Which strategy every parameter gets, what it costs and why: what `print(pg.explain(...)(...))` says.
 
     Args:
         loss: `MODULE:FUNCTION`, which returns a loss, its parameters and a batch; or the lab's model.
@@ -323,13 +321,13 @@ def explain(loss: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         config = Train(optimizer="micro_adam")
         problem = train.make_problem(config)
         args = problem.params, problem.batches[0]
-        plans.show(Console(), pg.explain(problem.loss, optimizers.make(config).stats)(*args))
+        print(pg.explain(problem.loss, optimizers.make(config).stats)(*args))
         return
     from pergrad.lab.bench import cases
 
     function, params, batch = cases.example(loss)
     stats = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "norm": pg.Norm()}
-    plans.show(Console(), pg.explain(function, stats)(params, batch))
+    print(pg.explain(function, stats)(params, batch))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

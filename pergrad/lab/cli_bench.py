@@ -60,7 +60,7 @@ def bench(
         return
     if large := [name for name in cases if name in get_args(LargeName)]:
         raise LabError(f"{', '.join(large)}: too large to run here. With --target it is compiled.")
-    from pergrad.lab.bench import drawings, run, tables
+    from pergrad.lab.bench import drawings, grid, run, tables
 
     console = Console()
     wanted = run.items(parts, (*cases, loss) if loss else cases, tasks)
@@ -74,7 +74,7 @@ def bench(
     for item, rows in run.comparisons(every).items():
         if item.part == "models":
             tables.show(console, str(item), rows, tables.RUNS)
-    if built := tables.building(every):
+    if (built := grid.building(every)).lines:
         console.print(
             Text(f"seconds to trace and compile, then multiples of them\n{built}"), soft_wrap=True
         )

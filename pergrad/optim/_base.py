@@ -97,12 +97,8 @@ def chain(*transformations: optax.GradientTransformation) -> StatsTransformation
 def from_stats(inner: optax.GradientTransformation) -> StatsTransformation:
     """`inner`, whose `update` takes the dictionary of statistics in the place of the gradient.
 
-    It is for code that calls `tx.update(gradient, state, params)` and hands nothing else on, such as
-    `apply_gradients` of Flax's `TrainState`:
-
-        train_state = TrainState.create(apply_fn=..., params=params, tx=pg.optim.from_stats(tx))
-        value, stats = pg.value_and_stats(loss, tx.stats)(train_state.params, batch)
-        train_state = train_state.apply_gradients(grads=stats)
+    It is for code that calls `tx.update(gradient, state, params)`, hands nothing else on, and cannot be
+    changed. For Flax's `TrainState` there is `pergrad.linen.TrainState`.
 
     `inner` gets the statistics as `stats=` and their `mean` as the gradient. Its state is that of
     `inner`. Transformations of gradients cannot stand in front of it; put them into `inner`.

@@ -718,6 +718,7 @@ def run_page(nnx):
         module(lambda s: s["make_layers"](nnx.Rngs(0))),
         tree(["params", "batch", "state"]),
         tree(["params", "batch", "state", "key"], rng_argnums=3),
+        tree(["params", "batch", "state", "key"], rng_argnums=3),  # the same, in a TrainState
         tree(["params", "batch", "key"], rng_argnums=2, keep_batch_dim=False),
         tree(["params", "batch", "key"], rng_argnums=2),
     ]

@@ -114,7 +114,7 @@ def of_rivals() -> list[str]:
         if rivals.name_in(preset.home, name) in every
     }
     return [
-        markdown(["batch", "steps", "rate", "Adam", "rate", "MSQ with a floor"], cells),
+        markdown(["batch", "steps", "rate of Adam", "Adam", "rate of MSQ", "MSQ with a floor"], cells),
         verdicts(rivals.where(preset, every)),
         markdown(
             ["", "learning rate", "final loss"],

@@ -17,7 +17,7 @@ ones. The pages then name the commit of each:
 
 A page has a comment where a table begins, `<!-- bench: NAME -->`, and one where it ends, `<!-- end -->`.
 This command writes the text between them, from the JSON files in docs/benchmarks, and draws the figures
-beside those files again.
+beside those files again. Below every table is a figure that has all of its numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pergrad.lab.bench import cases, drawings, tables, tasks
-from pergrad.lab.bench.tables import Column, Row
+from pergrad.lab.bench import cases, drawings, tasks
+from pergrad.lab.bench.grid import Column, Grid, building, compared, in_processes, pipes, short
+from pergrad.lab.bench.tables import Row
 from pergrad.lab.bench.tasks import (
     ACCUMULATED,
     AUTO,
@@ -42,6 +43,7 @@ from pergrad.lab.bench.tasks import (
     VMAP,
     family,
 )
+from pergrad.lab.config import CaseName, LargeName, TaskName
 from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
 
@@ -63,12 +65,14 @@ FURTHER = {"v5p": "v5p", "v6e": "v6e", "h100": "H100"}
 AGAIN = "measured_at"  # in a row that was measured again: the commit of pergrad
 COMMAND = "pergrad bench --parts"
 FIGURES = "{figures}"  # stands for the path of the figures from the page
+TABLES = "tables"  # the folder of the figures that draw tables
 BLOCK = re.compile(r"(?<=<!-- bench: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 TITLES: dict[str, str] = {**cases.TITLES}
 OURS = {PERGRAD: "pergrad", AUTO: '`microbatch_size="auto"`'}
 RIVALS = {ACCUMULATED: "accumulated `grad`", VMAP: "`vmap(grad)`", MICRO_GRAD: "optax `micro_grad`"}
-# What the README shows of the CPU and of the TPU, beside each other.
+# The chips of the first tables, with their logs, and the candidates there.
+CHIPS = {"cpu": ("models", "on the CPU"), "tpu": ("target", "compiled for a TPU v5e")}
 SHOWN = {
     FLOOR: "`grad`",
     VMAP: "`vmap(grad)`",
@@ -76,9 +80,13 @@ SHOWN = {
     PERGRAD: "pergrad",
     AUTO: '`"auto"`',
 }
-# The panels of the README's figure, by the log that has their numbers.
+# The models of the README's figure, one of each kind, and its panels by the log that has their numbers.
+FEW: tuple[CaseName | LargeName, ...] = (
+    *("mlp", "cnn", "lstm", "transformer_long", "experts"),
+    "large_transformer_scanned",
+)
 PANELS = {"models": "CPU with two cores, measured", "target": "TPU v5e, compiled for, not run on"}
-COLUMNS: dict[str, dict[str, str]] = {
+COLUMNS: dict[TaskName, dict[str, str]] = {
     "moments": RIVALS | OURS,
     "norms": RIVALS | OURS,
     "clipped": RIVALS | {JAX_PRIVACY: "`jax_privacy`"} | OURS,
@@ -93,84 +101,129 @@ TORCH: dict[str, dict[str, str]] = {
     "norms": TORCH_VMAP | HOOKS | {"BackPACK BatchL2Grad": "BackPACK `BatchL2Grad`"},
     "clipped": TORCH_VMAP | HOOKS | {"Opacus ghost clipping": "Opacus, ghost clipping"},
 }
+TORCH_TITLES = {
+    "moments": "Mean and second moment",
+    "variance": "Variance",
+    "norms": "Norms",
+    "clipped": "Clipped mean",
+}
 
 
 def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
     """The text of each block, by its name, from the logs that are there (see `LOGS`)."""
     makers = {
-        "models": _of_models,
-        "target": _of_target,
-        "growth": _of_growth,
-        "compile": _of_compilation,
-        "torch": _of_torch,
+        "models": lambda log: _about("measured", f"{COMMAND} models", log),
+        "growth": lambda log: _about("growth_measured", f"{COMMAND} growth", log, f"{FIGURES}/growth"),
+        "compile": lambda log: _about(
+            "compile_measured", f"{COMMAND} compile", log, f"{FIGURES}/compile", "builds"
+        ),
+        "torch": lambda log: {
+            "torch_measured": measured("make bench-torch", log),
+            "torch_left_out": left_out(log["results"]),
+        },
+        "target": lambda log: {"target_compiled": compiled(log)},
     }
     found: dict[str, str] = {}
     for name, make in makers.items():
         if name in logs:
             found |= make(logs[name])
-    found |= _of_further({name: log for name, log in logs.items() if name in FURTHER})
+    further = [compiled(log) for name, log in logs.items() if name in FURTHER]
+    found["further_compiled"] = "\n\n".join(further)
+    for name, (title, grid) in grids(logs).items():
+        found[name] = f"{grid}\n\n{link(name, title, f'{FIGURES}/{TABLES}')}"
     if "models" in logs and "target" in logs:
-        run, only_compiled = (of_task(logs[name]["results"], "moments") for name in ("models", "target"))
-        beside = columns(run, SHOWN, "CPU, ") + columns(only_compiled, SHOWN, "TPU, ")
-        found["beside"] = tables.markdown(tuned(beside), cases.EVERY_TITLE)
+        found["in_words"] = in_words(logs)
         found["figure_beside"] = link(drawings.BESIDE_NAME, drawings.BESIDE_TITLE, FIGURES)
     return found
 
 
-def _of_models(log: Mapping[str, Any]) -> dict[str, str]:
-    found, rows = {}, log["results"]
-    for task, names in COLUMNS.items():
-        found[task] = tables.markdown(columns(of_task(rows, task), names), TITLES)
-    moments = of_task(rows, "moments")
-    shown = {column.candidate: column.title for column in columns(moments, COLUMNS["moments"])}
-    found["process"] = tables.in_processes(moments, TITLES, {FLOOR: "`jax.grad`"} | shown)
-    found["measured"] = measured(f"{COMMAND} models", log)
-    return found | links(rows, FIGURES)
+def _about(
+    name: str, command: str, log: Mapping[str, Any], folder: str = FIGURES, times: str = "rounds"
+) -> dict[str, str]:
+    """How a log was measured, in the block `name`, and links to its figures in their blocks."""
+    return {name: measured(command, log, times)} | links(log["results"], folder)
 
 
-def _of_target(log: Mapping[str, Any]) -> dict[str, str]:
+def grids(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
+    """The tables by the names of their blocks, each with the title of its figure."""
+    found: dict[str, tuple[str, Grid]] = {}
+    if "models" in logs:
+        rows = logs["models"]["results"]
+        for task, names in COLUMNS.items():
+            own = compared(columns(of_task(rows, task), names), TITLES)
+            found[task] = f"{_title(task)}, on the CPU", own
+        moments = of_task(rows, "moments")
+        shown = {column.candidate: column.name for column in columns(moments, COLUMNS["moments"])}
+        peaks = in_processes(moments, TITLES, {FLOOR: "`jax.grad`"} | shown)
+        found["process"] = "Peak memory of a process", peaks
+    if "compile" in logs:
+        title = "Time to trace and compile"
+        found["compile"] = title, building(logs["compile"]["results"], TITLES)
+    if "torch" in logs:
+        rows = logs["torch"]["results"]
+        in_torch = {row["case"]: torch_title(row["case"]) for row in rows}
+        for task, names in TORCH.items():
+            own = compared(columns(of_task(rows, task), names), in_torch)
+            found[f"torch_{task}"] = f"{TORCH_TITLES[task]}, in PyTorch", own
+    if "target" in logs:
+        found |= _of_target(logs["target"]["results"])
+    found |= _of_further({name: log for name, log in logs.items() if name in FURTHER})
+    for chip, (log, where) in CHIPS.items():
+        if log in logs:
+            each = tuned(columns(of_task(logs[log]["results"], "moments"), SHOWN))
+            title = f"{_title('moments')}, {where}, beside the tuned mean gradient"
+            found[f"beside_{chip}"] = title, compared(each, cases.EVERY_TITLE)
+    return found
+
+
+def in_words(logs: Mapping[str, Any]) -> str:
+    """The range of times on each chip, as multiples of the fastest way to the mean gradient alone."""
+    where = {"models": "Measured on the CPU", "target": "By the compiler for a TPU v5e"}
+    said = []
+    for log, words in where.items():
+        rows = drawings.at_auto(logs[log]["results"])
+        times: dict[str, dict[str, float]] = {PERGRAD: {}, VMAP: {}}  # by candidate and case
+        for row in rows:
+            if row["candidate"] in times:
+                times[row["candidate"]][row["case"]] = row["ratios"]["tuned"]
+        ours, theirs = times.values()
+        dearest = cases.EVERY_TITLE[max(ours, key=lambda case: ours[case])]
+        said.append(
+            f"{words}, mean and second moment take {short(min(ours.values()))} to "
+            f"{short(max(ours.values()))} times as long as the mean gradient alone (the highest number: "
+            f"{dearest}). With `vmap(grad)` they take {short(min(theirs.values()))} to "
+            f"{short(max(theirs.values()))} times as long."
+        )
+    return "\n".join(f"- {sentence}" for sentence in said)
+
+
+def _title(task: TaskName) -> str:
+    words = tasks.TITLES[task]
+    return words[0].upper() + words[1:]
+
+
+def _of_target(rows: Sequence[Row]) -> dict[str, tuple[str, Grid]]:
     found = {}
     for task, names in COLUMNS.items():
-        if own := of_task(log["results"], task):
+        if own := of_task(rows, task):
             there = {name for row in own for name in (row["candidate"], family(row["candidate"]))}
             shown = {name: title for name, title in names.items() if name in there}
-            found[f"target_{task}"] = tables.markdown(columns(own, shown), cases.EVERY_TITLE)
-    return found | {"target_compiled": compiled(log)}
+            grid = compared(columns(own, shown), cases.EVERY_TITLE)
+            found[f"target_{task}"] = f"{_title(task)}, compiled for a TPU v5e", grid
+    return found
 
 
-def _of_further(logs: Mapping[str, Any]) -> dict[str, str]:
+def _of_further(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
     found, shown = {}, {ACCUMULATED: "accumulated `grad`"} | OURS
     for task in COLUMNS:
         each = [
             column
             for name, log in logs.items()
-            for column in columns(of_task(log["results"], task), shown, f"{FURTHER[name]}, ")
+            for column in columns(of_task(log["results"], task), shown, FURTHER[name])
         ]
         if any(column.rows for column in each):
-            found[f"further_{task}"] = tables.markdown(each, cases.EVERY_TITLE)
-    found["further_compiled"] = "\n".join(f"- {compiled(log)}" for log in logs.values())
-    return found
-
-
-def _of_growth(log: Mapping[str, Any]) -> dict[str, str]:
-    sentence = measured(f"{COMMAND} growth", log)
-    return {"growth_measured": sentence} | links(log["results"], f"{FIGURES}/growth")
-
-
-def _of_compilation(log: Mapping[str, Any]) -> dict[str, str]:
-    found = {
-        "compile": tables.building(log["results"], TITLES),
-        "compile_measured": measured(f"{COMMAND} compile", log, "builds"),
-    }
-    return found | links(log["results"], f"{FIGURES}/compile")
-
-
-def _of_torch(log: Mapping[str, Any]) -> dict[str, str]:
-    rows = log["results"]
-    in_torch = {row["case"]: torch_title(row["case"]) for row in rows}
-    found = {"torch_measured": measured("make bench-torch", log), "torch_left_out": left_out(rows)}
-    for task, names in TORCH.items():
-        found[f"torch_{task}"] = tables.markdown(columns(of_task(rows, task), names), in_torch)
+            title = f"{_title(task)}, compiled for other chips"
+            found[f"further_{task}"] = title, compared(each, cases.EVERY_TITLE)
     return found
 
 
@@ -178,15 +231,15 @@ def of_task(rows: Iterable[Row], task: str) -> list[Row]:
     return [row for row in rows if row["task"] == task]
 
 
-def columns(rows: Sequence[Row], names: Mapping[str, str], before: str = "") -> list[Column]:
-    """A column for each candidate in `names`, whose titles have the text `before` in front.
+def columns(rows: Sequence[Row], names: Mapping[str, str], chip: str = "") -> list[Column]:
+    """A column for each candidate in `names`, on a chip if a table has several.
 
     There is none for accumulated gradients if some rows are older than this candidate.
     """
     having = {row["case"] for row in rows if family(row["candidate"]) == ACCUMULATED}
     unlogged = () if having == {row["case"] for row in rows} else (ACCUMULATED,)
     return [
-        Column(f"{before}{title}", name, rows) for name, title in names.items() if name not in unlogged
+        Column(title, name, rows, chip=chip) for name, title in names.items() if name not in unlogged
     ]
 
 
@@ -200,24 +253,41 @@ def tuned(columns: Iterable[Column]) -> list[Column]:
 
 
 def compiled(log: Mapping[str, Any]) -> str:
-    """A sentence on how programs were compiled: the command and the versions."""
-    target = log["about"]["target"]
-    return f"`pergrad bench --target {target}`, compiled for, not run on; {versions(log)}{later(log)}."
+    """How programs were compiled: the command, and folded up the versions and commits."""
+    versions, target = log["about"]["versions"], log["about"]["target"]
+    libtpu = f" and libtpu {versions['libtpu']}" if "libtpu" in versions else ""
+    said = f"compiled for, not run on, with jax {versions['jax']}{libtpu}"
+    return f"`pergrad bench --target {target}`, {said}.\n\n{details(log)}"
 
 
-def later(log: Mapping[str, Any]) -> str:
-    """Which comparisons of a log are of another commit of pergrad than the log, and of which."""
-    again: dict[str, list[str]] = {}
+def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str:
+    """How a log was measured: the command and the machine, and folded up the versions and commits."""
+    about = log["about"]
+    machine, versions = about["machine"], about["versions"]
+    how = f"at most {about['settings'][times]} {times}"
+    where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
+    return f"`{command}`, the fastest of {how} on {where}, with jax {versions['jax']}.\n\n{details(log)}"
+
+
+def details(log: Mapping[str, Any]) -> str:
+    """The versions of all packages, and the commit of pergrad at which each row was made."""
+    versions = log["about"]["versions"]
+    others = ", ".join(
+        f"{name} {version}" for name, version in versions.items() if name not in ("pergrad", "numpy")
+    )
+    again: dict[str, dict[str, list[str]]] = {}  # tasks, by commit and case
     for row in log["results"]:
         if AGAIN in row:
-            again.setdefault(row[AGAIN], []).append(f"{row['case']}, {row['task']}")
-    each = (f"; pergrad {at}: {'; '.join(dict.fromkeys(those))}" for at, those in again.items())
-    return "".join(each)
-
-
-def versions(log: Mapping[str, Any]) -> str:
-    found = log["about"]["versions"].items()
-    return ", ".join(f"{name} {version}" for name, version in found if name != "numpy")
+            at_case = again.setdefault(row[AGAIN], {}).setdefault(row["case"], [])
+            at_case += [row["task"]] * (row["task"] not in at_case)
+    lines = [["pergrad", "rows"], [f"`{versions['pergrad']}`", "all" if not again else "all others"]]
+    for commit, of_case in again.items():
+        each = "; ".join(f"{case}: {', '.join(own)}" for case, own in of_case.items())
+        lines.append([f"`{commit}`", each])
+    return (
+        '<details markdown="1">\n<summary>Versions, and commits of pergrad</summary>\n\n'
+        f"{others}.\n\n{pipes(lines)}\n\n</details>"
+    )
 
 
 def links(rows: Iterable[Mapping[str, Any]], folder: str) -> dict[str, str]:
@@ -237,14 +307,6 @@ def link(name: str, title: str, folder: str) -> str:
 def torch_title(case: str) -> str:
     name, _, rest = case.partition(", ")
     return f"{cases.TITLES[name]}{rest and f', {rest}'}"  # type: ignore[index]
-
-
-def measured(command: str, log: Mapping[str, Any], times: str = "rounds") -> str:
-    """A sentence on how a log was measured: the command, the machine and the versions."""
-    machine = log["about"]["machine"]
-    how = f"at most {log['about']['settings'][times]} {times}"
-    where = f"{machine['cores']} cores ({machine['processor']}, {machine['platform']})"
-    return f"`{command}`, the fastest of {how} on {where}; {versions(log)}{later(log)}."
 
 
 def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,9 +368,12 @@ def main() -> None:
         page.write_text(fill(page, found))
     for name in there.keys() - {"torch", "target", *FURTHER}:
         drawings.write(there[name]["results"], LOGS[name].parent)
+    for name, (title, grid) in grids(there).items():
+        drawings.write_grid(title, grid, NUMBERS / TABLES / f"{name}.png")
     if "models" in there and "target" in there:
         panels = {title: there[name]["results"] for name, title in PANELS.items()}
-        drawings.write_beside(panels, cases.EVERY_TITLE, NUMBERS)
+        few = {name: cases.EVERY_TITLE[name] for name in FEW}
+        drawings.write_beside(panels, few, NUMBERS)
 
 
 if __name__ == "__main__":

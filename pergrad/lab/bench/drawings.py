@@ -11,7 +11,8 @@ from matplotlib.figure import Figure as Sheet
 from matplotlib.ticker import NullLocator
 
 from pergrad.lab.bench import cases, tasks
-from pergrad.lab.bench.tables import Row, measured, short
+from pergrad.lab.bench.grid import Grid, Panel, short
+from pergrad.lab.bench.tables import Row, measured
 from pergrad.lab.bench.tasks import (
     ACCUMULATED,
     AUTO,
@@ -26,11 +27,13 @@ from pergrad.lab.config import PartName, TaskName
 from pergrad.lab.files import disk_errors, replace
 from pergrad.lab.pages import sheet
 
-ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY, ACCUMULATED)  # it gives each candidate its colour
+# It gives each candidate its colour. Those of PyTorch come after these.
+ORDER = (PERGRAD, VMAP, MICRO_GRAD, JAX_PRIVACY, ACCUMULATED)
 LOOKS: dict[str, dict[str, Any]] = {
     **{name: sheet.look_of(name, ORDER) | {"label": name} for name in ORDER},
     FLOOR: {"color": "#222222", "ls": ":", "marker": "", "label": "jax.grad"},
 }
+LABELS = [look["label"] for look in LOOKS.values()]
 # The part that a figure draws and the figure's title, by its name.
 TITLES = {
     "overhead": ("models", "Time as a multiple of jax.grad"),
@@ -46,6 +49,7 @@ AXES = {
     "V": "vocabulary V",
     "L": "layers",
 }
+FEW_TICKS = 5  # a logarithmic axis over a smaller ratio than this has too few labels
 BESIDE: tuple[TaskName, ...] = ("moments", "clipped")  # the tasks that all models are measured with
 
 
@@ -76,16 +80,18 @@ def _write(path: Path, title: str, draw: Callable[[Sheet], None]) -> list[Path]:
 def write_beside(panels: Mapping[str, Iterable[Row]], titles: Mapping[str, str], out: Path) -> None:
     """Draws the mean and second moment of all models on several chips, as `beside.png` and `.svg`.
 
-    `panels` has the rows of each chip by the title of its panel, and `titles` the models by case.
+    `panels` has the rows of each chip by the title of its panel, and `titles` are the models to draw.
     Times are multiples of the fastest way to the mean gradient alone.
     """
-    shown = {title: _at_auto(rows) for title, rows in panels.items()}
+    shown = {
+        title: [row for row in at_auto(rows) if row["case"] in titles] for title, rows in panels.items()
+    }
     _write(out / BESIDE_NAME, BESIDE_TITLE, lambda fig: beside(fig, shown, titles))
 
 
-def _at_auto(rows: Iterable[Row]) -> list[Row]:
+def at_auto(rows: Iterable[Row]) -> list[Row]:
     """Other candidates' rows as they are, and pergrad's with `microbatch_size="auto"`."""
-    own = [row for row in rows if row["task"] == "moments" and "ratios" in row]
+    own = [row for row in rows if row["task"] == "moments" and "tuned" in row.get("ratios", ())]
     auto = {row["case"]: row for row in own if row["candidate"] == AUTO}
     found = [row for row in own if family(row["candidate"]) in (VMAP, MICRO_GRAD)]
     ours = (row for row in own if row["candidate"] == PERGRAD)
@@ -96,13 +102,60 @@ def beside(fig: Sheet, shown: Mapping[str, Sequence[Row]], titles: Mapping[str, 
     """Draws a line for each model and a panel for each chip, with pergrad's numbers on the right."""
     there = {row["case"] for rows in shown.values() for row in rows}
     names = [name for name in titles if name in there]
-    fig.set_size_inches(3.6 + 3.1 * len(shown), 1.7 + 0.34 * len(names))
+    fig.set_size_inches(3.6 + 3.1 * len(shown), 1.4 + 0.28 * len(names))
     panels = fig.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
     for ax, (title, rows) in zip(panels, shown.items(), strict=True):
         _dots(ax, rows, names, "tuned")
         ax.set_title(title, fontsize=10, loc="left")
     _name_lines(panels[0], [titles[name] for name in names])
     _legend_below(fig, panels)
+
+
+def write_grid(title: str, grid: Grid, path: Path) -> None:
+    """Draws all numbers of a table, as PNG."""
+    png, _ = sheet.render(title, lambda fig: of_grid(fig, grid))
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, png)
+
+
+def of_grid(fig: Sheet, grid: Grid) -> None:
+    """Draws a line for each model, a mark for each candidate, and a panel for each kind of number."""
+    panels, titles = grid.panels(), list(grid.lines)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // 2)
+    fig.set_size_inches(3.4 + 3.1 * columns, 0.8 + rows * (0.6 + 0.3 * len(titles)))
+    every: list[Axes] = list(fig.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for ax, panel in zip(every, panels, strict=False):
+        _draw_panel(ax, grid, panel)
+        ax.set_title(panel.title, fontsize=10, loc="left")
+        low, high = ax.dataLim.intervalx
+        if high > FEW_TICKS * low:
+            ax.set_xscale("log")
+            sheet.plain_log(ax.xaxis)
+        ax.tick_params(axis="y", labelsize=9)
+    for ax in every[len(panels) :]:
+        ax.set_axis_off()
+    _name_lines(every[0], titles)
+    _legend_below(fig, every, [heading.name.replace("`", "") for heading in grid.headings])
+
+
+def _draw_panel(ax: Axes, grid: Grid, panel: Panel) -> None:
+    others = [h.candidate for h in grid.headings if h.candidate not in (*ORDER, AUTO, FLOOR)]
+    order = [*ORDER, AUTO, FLOOR, *others]
+    if panel.is_multiple:
+        ax.axvline(1, color="#222222", ls=":", lw=1.4, zorder=1)
+    # The first on top, and above all the small cross of "auto", which is often near pergrad's circle.
+    top = [AUTO, *order]
+    by_place = sorted(enumerate(grid.headings), key=lambda pair: -top.index(pair[1].candidate))
+    for number, heading in by_place:
+        cells = [line[number] for line in grid.lines.values()]
+        there = [(cell.points[panel], row) for row, cell in enumerate(cells) if panel in cell.points]
+        look: dict[str, Any] = sheet.look_of(heading.candidate, order) | {"ls": ""}
+        look |= {"ms": 6, "label": heading.name.replace("`", "")} if there else {}
+        for (low, high), row in there:
+            ax.plot([low, high], [row, row], color=look["color"], lw=1.2)
+        ax.plot([x for ends, _ in there for x in ends], [row for _, row in there for _ in "12"], **look)
 
 
 def overhead(fig: Sheet, rows: Sequence[Row]) -> None:
@@ -191,15 +244,15 @@ def _curves(ax: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> Non
     sheet.plain_log(ax.yaxis)
 
 
-def _legend_below(fig: Sheet, panels: Sequence[Axes]) -> None:
+def _legend_below(fig: Sheet, panels: Sequence[Axes], order: Sequence[str] = LABELS) -> None:
     handles = {
         label: h for ax in panels for h, label in zip(*ax.get_legend_handles_labels(), strict=True)
     }
-    names = [look["label"] for look in LOOKS.values() if look["label"] in handles]
+    names = [name for name in dict.fromkeys(order) if name in handles]
     fig.legend(
         [handles[name] for name in names],
         names,
         loc="outside lower center",
-        ncols=len(names),
+        ncols=min(len(names), 4),
         fontsize=9,
     )

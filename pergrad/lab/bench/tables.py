@@ -1,4 +1,4 @@
-"""The numbers of a benchmark as tables: for the terminal, and for pages in Markdown."""
+"""The numbers of a benchmark as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from pergrad.lab.bench.tasks import FLOOR, PERGRAD, family
+from pergrad.lab.bench.tasks import PERGRAD, family
 
 Row = Mapping[str, Any]
 
@@ -158,7 +158,7 @@ def _notes_on_target(rows: Sequence[Row]) -> list[str]:
     """
     notes = []
     for row in measured(rows):
-        if _has_conditional(row):
+        if has_conditional(row):
             least = 1e3 * row["least_seconds"]
             notes.append(f"{row['candidate']}: {least:.3g} ms with the cheapest branch of conditionals")
         if unknown := dict.fromkeys(name.split(".")[0] for name in row.get("unknown", ())):
@@ -187,7 +187,7 @@ TARGET = Columns(
 )
 
 
-def _has_conditional(row: Row) -> bool:
+def has_conditional(row: Row) -> bool:
     """Whether the time of a compiled program depends on the branches that its conditionals take."""
     return "least_seconds" in row and row["least_seconds"] < 0.995 * row["seconds"]
 
@@ -196,101 +196,6 @@ def measured(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "left_out" not in row]
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table in Markdown: a candidate's name without its size, and where its rows are.
-
-    `ratio` says which of the ratios of a row is the time: "time" or "tuned".
-    """
-
-    title: str
-    candidate: str
-    rows: Sequence[Row]
-    ratio: str = "time"
-
-
-def markdown(columns: Sequence[Column], titles: Mapping[str, str]) -> str:
-    """One task, a line for each model: time and (temporary memory), as multiples of a floor's.
-
-    `titles` are the models to show, by case.
-    """
-    lines = [["model", *(column.title for column in columns)]]
-    for case, title in titles.items():
-        cells = [
-            _cell([row for row in column.rows if row["case"] == case], column) for column in columns
-        ]
-        if any(cells):
-            lines.append([title, *cells])
-    return _pipes(lines)
-
-
-def _cell(rows: Sequence[Row], column: Column) -> str:
-    names = {row["candidate"]: _without_number(row["candidate"]) for row in rows}
-    own = [row for row in rows if column.candidate in (row["candidate"], names[row["candidate"]])]
-    if not own:
-        return ""
-    (row,) = own
-    if "left_out" in row:
-        return {"all at once": "the same"}.get(row["left_out"], "–")
-    if "out_of_memory" in row:
-        return "out of memory"
-    memory = row["ratios"].get("memory")
-    said = "" if memory is None or math.isnan(memory) else f" ({short(memory)})"
-    ratio = row["ratios"].get(column.ratio, math.nan)
-    if math.isnan(ratio):  # rows that are older than the tuned floor
-        return ""
-    time = short(ratio)
-    if _has_conditional(row):
-        time = f"{short(ratio * row['least_seconds'] / row['seconds'])} to {time}"
-    return time + said
-
-
-def _without_number(name: str) -> str:
-    """The name without a microbatch size, unless that is `auto`, which is a candidate of its own."""
-    return name if name.endswith("auto") else family(name)
-
-
-def short(ratio: float) -> str:
-    """Three digits: 0.97, 14.3, 424."""
-    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:.0f}"
-
-
-def in_processes(rows: Sequence[Row], titles: Mapping[str, str], names: Mapping[str, str]) -> str:
-    """A line for each model: the peak memory of its process in MB."""
-    lines = [["model", *names.values()]]
-    for case, title in titles.items():
-        own = [row for row in measured(rows) if row["case"] == case and "process" in row]
-        peaks = {_without_number(r["candidate"]): r["process"]["peak_bytes"] for r in own}
-        if peaks:
-            lines.append([title, *(_number(peaks.get(name), 1e-6, ".0f") for name in names)])
-    return _pipes(lines)
-
-
-def building(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> str:
-    """A line for each model: seconds to trace and compile the floor, then multiples of them.
-
-    `titles` are the models to show, by case; without them all, by the names of the cases.
-    """
-    own = [row for row in rows if row["part"] == "compile" and row["axis"] is None]
-    names = list(dict.fromkeys(family(row["candidate"]) for row in own))
-    lines = [["model", *(f"`{name}`" for name in names)]]
-    for case, title in (titles or {row["case"]: row["case"] for row in own}).items():
-        found = {
-            family(row["candidate"]): row["lower_seconds"] + row["compile_seconds"]
-            for row in own
-            if row["case"] == case
-        }
-        if found:
-            multiples = (short(found[n] / found[FLOOR]) if n in found else "–" for n in names[1:])
-            lines.append([title, f"{short(found[FLOOR])} s", *multiples])
-    return _pipes(lines) if own else ""
-
-
 def _number(value: float | None, scale: float, form: str) -> str:
     """A number as text; the empty text if it is not known."""
     return "" if value is None or math.isnan(value) else format(scale * value, form)
-
-
-def _pipes(lines: Sequence[Sequence[str]]) -> str:
-    header, *rest = ("| " + " | ".join(line) + " |" for line in lines)
-    return "\n".join([header, "|" + "---|" * len(lines[0]), *rest])

@@ -139,8 +139,11 @@ def loss_against_rate(
     ylabel: str = "final loss (nats), mean over seeds",
     interval: str = _INTERVAL,
     names: Sequence[str] = (),
+    notes: Mapping[str, str] | None = None,
 ) -> None:
     """The loss at every learning rate that was tried, with a ring around each method's best.
+
+    `notes` are further words on a method, for the legend.
 
     A strip above the axes shows the rates that have no place in them, in one row for each method: a
     cross where a run diverged, and a number where the loss is so high that it would flatten all others.
@@ -175,20 +178,21 @@ def loss_against_rate(
         if best in own:
             ax.plot(best, sane[best], "o", mfc="none", mec=look["color"], mew=1.8, ms=13, zorder=4)
         said = f"best: {sane[best]:.4g} at {sheet.short(best)}" if sane else "diverged at every rate"
+        said += f"\n{notes[name]}" if notes else ""
         entries.append((sane.get(best, math.inf), drawn, f"{name}\n{said}"))
         if name in rows:
             _row_of_strip(top, rows.index(name), at.items() - own.items(), look["color"])
     sheet.ticks(ax.xaxis, {rate for at in by_method.values() for rate in at}, log=True)
     entries.sort(key=lambda entry: entry[0])
-    notes = [(sheet.grey(marker="o", mfc="none", mew=1.8, ms=11), "best rate of a method")]
-    notes *= any(fits.values())
+    marks = [(sheet.grey(marker="o", mfc="none", mew=1.8, ms=11), "best rate of a method")]
+    marks *= any(fits.values())
     if any(e.n > 1 for e in known):
         _, low, high = columns(e for own in fits.values() for e in own.values())
         cut = ", cut at the edge" * sheet.is_cut(low, high, seen)
-        notes.append((sheet.grey(marker="|", mew=1.2, ms=13), interval + cut))
+        marks.append((sheet.grey(marker="|", mew=1.2, ms=13), interval + cut))
     if rows:
-        notes.append((sheet.grey(marker="x", mew=2), "diverged"))
-    sheet.legend(fig, ax, [(handle, label) for _, handle, label in entries] + notes)
+        marks.append((sheet.grey(marker="x", mew=2), "diverged"))
+    sheet.legend(fig, ax, [(handle, label) for _, handle, label in entries] + marks)
 
 
 def _axes_below_strip(fig: Sheet, xlabel: str, ylabel: str, rows: Sequence[str]) -> tuple[Axes, Axes]:

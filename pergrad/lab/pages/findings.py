@@ -121,6 +121,10 @@ def tuning(tuned: Mapping[str, sweep.Tuned], title: str = "Learning rates") -> r
         name: {rate: decide.estimate(losses) for rate, losses in own.by_rate.items()}
         for name, own in tuned.items()
     }
+    notes = {
+        name: f"chosen: {own.method.learning_rate:g}; diverged: {_diverged(own)}"
+        for name, own in tuned.items()
+    }
     return report.Section(
         title,
         "Each method was given the learning rate at the lowest point of a parabola through the best "
@@ -131,7 +135,7 @@ def tuning(tuned: Mapping[str, sweep.Tuned], title: str = "Learning rates") -> r
                 "Final loss against learning rate",
                 "Lower is better. The losses are those on the half of the validation data that chooses "
                 "the learning rate, with the seeds that choose it.",
-                lambda fig: figures.loss_against_rate(fig, by_rate, names=list(tuned)),
+                lambda fig: figures.loss_against_rate(fig, by_rate, names=list(tuned), notes=notes),
             )
         ],
     )
@@ -181,16 +185,19 @@ def _edges(tuned: Mapping[str, sweep.Tuned]) -> str:
 
 
 def _table(tuned: Mapping[str, sweep.Tuned], best: Mapping[str, decide.Estimate]) -> report.Table:
-    rows: list[Sequence[str]] = []
-    for name, own in tuned.items():
-        runs = _runs(own)
-        diverged = sum(run["diverged"] for _, _, run in runs)
-        rows.append(
-            [name, f"{own.method.learning_rate:g}", str(best[name]), f"{diverged} of {len(runs)}"]
-        )
+    rows = [
+        [name, f"{own.method.learning_rate:g}", str(best[name]), _diverged(own)]
+        for name, own in tuned.items()
+    ]
     return report.Table(
         "Methods", ["method", "learning rate", "final loss (nats)", "runs that diverged"], rows
     )
+
+
+def _diverged(own: sweep.Tuned) -> str:
+    """How many of a method's runs diverged, those that chose its learning rate included."""
+    runs = _runs(own)
+    return f"{sum(run['diverged'] for _, _, run in runs)} of {len(runs)}"
 
 
 def chosen(own: sweep.Tuned, root: Path) -> list[Path]:

@@ -169,7 +169,7 @@ def _templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"paragraphs": _paragraphs, "breakable": _breakable, "of_numbers": _of_numbers}
+    made.filters |= {"paragraphs": _paragraphs, "breakable": _breakable, "of_numbers": of_numbers}
     return made
 
 
@@ -187,7 +187,7 @@ def _breakable(text: str) -> Markup:
     return Markup(re.sub(r"(?<=[^\W\d])([._/])(?=\w)", r"\1<wbr>", str(escape(text))))
 
 
-def _of_numbers(table: Table) -> list[bool]:
+def of_numbers(table: Table) -> list[bool]:
     """Whether each column of a table has numbers alone."""
     columns = [all(map(_is_number, column)) for column in zip(*table.rows, strict=True)]
     return columns or [False] * len(table.header)

@@ -137,7 +137,7 @@ def label(ax: Axes, xlabel: str, ylabel: str) -> None:
     ax.set_ylabel(plain(ylabel, 38))
 
 
-def look_of(name: str, names: Sequence[str]) -> dict[str, Any]:
+def look_of(name: Any, names: Sequence[Any]) -> dict[str, Any]:
     """Colour, marker and dash of a method, which follow from its place among all methods."""
     i = list(names).index(name)
     colour, dash = _COLOURS[i % len(_COLOURS)], DASHES[i // len(_COLOURS) % len(DASHES)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
-from pergrad.lab.pages import findings, report
+from pergrad.lab.pages import findings, panels, report
 from pergrad.lab.run import records
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
@@ -189,6 +189,11 @@ def stability(rows: Sequence[Mapping[str, Any]]) -> report.Section:
         )
         for name in LESS_STABLE
     ]
+    runs = report.Table(
+        "Runs",
+        ["method", "times the best rate", "learning rate", "diverged", "with a spike"],
+        table,
+    )
     factors = ", ".join(map(str, FACTORS[:-1]))
     return report.Section(
         "Stability",
@@ -196,13 +201,15 @@ def stability(rows: Sequence[Mapping[str, Any]]) -> report.Section:
         f"{CALM} steps before it; a run that diverged has one. Each method runs at {factors} and "
         f"{FACTORS[-1]} times its own best learning rate, and the number of these rates at which a seed "
         "has a spike is compared.",
-        tables=[
-            report.Table(
-                "Runs",
-                ["method", "times the best rate", "learning rate", "diverged", "with a spike"],
-                table,
+        figures=[
+            panels.of_table(
+                runs,
+                "Runs that diverged, and runs with a spike",
+                "At several multiples of each method's best learning rate.",
+                names=2,
             )
         ],
+        tables=[runs],
         verdicts=verdicts,
     )
 

@@ -19,7 +19,7 @@ import pergrad as pg
 from pergrad.lab.compare import decide
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, report
+from pergrad.lab.pages import figures, panels, report
 from pergrad.lab.run import records, train
 from pergrad.lab.studies import _agreement
 from pergrad.lab.studies._agreement import (
@@ -235,11 +235,15 @@ def _shares(looks: Sequence[Look]) -> report.Section:
         for place in PLACES
         for kind in KINDS
     ]
-    leads = [
-        [f"{ahead} less {behind}, {kind}", *_leads(looks, steps, kind, ahead, behind)]
-        for ahead, behind in ((LATE, MIDDLE), (MIDDLE, EARLY))
-        for kind in KINDS
-    ]
+    leads = report.Table(
+        "Leads, by step",
+        ["", *map(str, steps)],
+        [
+            [f"{ahead} less {behind}, {kind}", *_leads(looks, steps, kind, ahead, behind)]
+            for ahead, behind in ((LATE, MIDDLE), (MIDDLE, EARLY))
+            for kind in KINDS
+        ],
+    )
     return report.Section(
         "Signs that agree with mu",
         "The share of the coordinates in which the sign of an average agrees with the sign of mu, each "
@@ -254,11 +258,17 @@ def _shares(looks: Sequence[Look]) -> report.Section:
                 lambda fig: figures.lines_with_bands(
                     fig, curves, "step", "share of right signs, weighted by |mu|"
                 ),
-            )
+            ),
+            panels.of_table(
+                leads,
+                "Leads of later signs, by step",
+                "By how much the share of right signs of one placement is above that of another.",
+                alike=True,
+            ),
         ],
         tables=[
             report.Table("Shares, by step", ["", *map(str, steps)], rows),
-            report.Table("Leads, by step", ["", *map(str, steps)], leads),
+            leads,
         ],
         verdicts=verdicts(looks),
     )
@@ -312,11 +322,20 @@ def _by_group(looks: Sequence[Look]) -> report.Section:
         ]
         for name in names
     ]
+    table = report.Table("", ["group", "weight", *PLACES], rows)
     return report.Section(
         "Where gradients fall short of Gaussian ones",
         "The weighted share of right signs of Gaussian surrogates less that of gradients, in each group "
         "of layers, mean over runs and steps. The weight of a group is its part of the sum of |mu|.",
-        tables=[report.Table("", ["group", "weight", *PLACES], rows)],
+        figures=[
+            panels.of_table(
+                table,
+                "Shortfall of each group of layers",
+                "The weight of each group, and by how much early, middle and late signs of gradients "
+                "are right less often than those of their surrogates.",
+            )
+        ],
+        tables=[table],
     )
 
 

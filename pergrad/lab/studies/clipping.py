@@ -14,7 +14,7 @@ import numpy as np
 
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
-from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.pages import figures, findings, panels, report
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 OPTIMIZERS: dict[str, OptimizerName] = {"Adam": "adam", "MicroAdam": "micro_adam"}
@@ -206,11 +206,19 @@ def _norms(preset: Preset, every: Mapping[str, sweep.Tuned], best: Mapping[str, 
         for kind, norms in lists.items()
         if name.endswith(kind) and norm in (f" at {min(norms):g}", f" at {max(norms):g}")
     ]
+    table = report.Table("", ["method", "learning rate", "loss", "chosen"], rows)
     return report.Section(
         "Norms",
         "Losses on the half of the validation data that chooses, over the seeds that choose."
         + (f" At an end of its list, so perhaps not at its best: {'; '.join(ends)}." if ends else ""),
-        tables=[report.Table("", ["method", "learning rate", "loss", "chosen"], rows)],
+        figures=[
+            panels.of_table(
+                table,
+                "Loss at every norm",
+                "The lowest mean loss of the learning rates that were tried, and that learning rate.",
+            )
+        ],
+        tables=[table],
     )
 
 

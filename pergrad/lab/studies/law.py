@@ -29,7 +29,7 @@ import numpy as np
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, report
+from pergrad.lab.pages import figures, panels, report
 from pergrad.lab.run import records
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
@@ -289,6 +289,7 @@ def _law(best: Best, noise_scale: float) -> report.Section:
         for part, sizes in parts(list(own), noise_scale).items()
         if len(sizes) > 1
     ]
+    found = report.Table("Slopes", ["optimizer", "noise scale", "batch sizes", "slope"], table)
     sizes = sorted(next(iter(best.values())))
     curves |= _lines(curves, sizes)
     lines = {"noise scale": noise_scale} if math.isfinite(noise_scale) else {}
@@ -310,11 +311,17 @@ def _law(best: Best, noise_scale: float) -> report.Section:
                     logy=True,
                     lines=lines,
                 ),
-            )
+            ),
+            panels.of_table(
+                found,
+                "Slopes of the best learning rate",
+                "Of its logarithm over that of the batch size, below and above the noise scale.",
+                names=3,
+            ),
         ],
         tables=[
             report.Table("Best learning rates", ["optimizer", *map(str, sizes)], rows),
-            report.Table("Slopes", ["optimizer", "noise scale", "batch sizes", "slope"], table),
+            found,
         ],
         verdicts=verdicts(best, noise_scale),
     )

@@ -169,14 +169,23 @@ def _times(points: Sequence[Point]) -> report.Section:
     level = decide.level_of_each(2 * len(long) + len(points))
     return report.Section(
         "Time",
-        "Ratios in the figure and in the answers are between runs of the same round; in the table, "
-        "between the fastest runs.",
+        "Ratios are between runs of the same round.",
         figures=[
             report.Figure(
                 "Time as a multiple of jax.grad",
                 "Mean and second moment. The geometric mean over rounds.",
                 _lines(points, "time x jax.grad", lambda p, name: p.time(name)),
-            )
+            ),
+            report.Figure(
+                "Time of one call",
+                "Mean and second moment: the fastest round, and the quartiles of the rounds.",
+                _lines(points, "ms", _milliseconds, **ABSOLUTE),
+            ),
+            report.Figure(
+                "Time to trace and compile, as a multiple of jax.grad",
+                "Mean and second moment. It was compiled once.",
+                _lines(points, "time to compile x jax.grad", _compile),
+            ),
         ],
         tables=[_table(points)],
         verdicts=[
@@ -200,10 +209,6 @@ def _times(points: Sequence[Point]) -> report.Section:
 
 
 def _memory(points: Sequence[Point]) -> report.Section:
-    def exact(point: Point, name: str) -> decide.Estimate:
-        ratio = point.memory(name)
-        return decide.Estimate(ratio, ratio, ratio, 1)
-
     long = [point for point in points if point.length >= point.width]
     return report.Section(
         "Memory",
@@ -213,8 +218,13 @@ def _memory(points: Sequence[Point]) -> report.Section:
             report.Figure(
                 "Temporary memory as a multiple of jax.grad",
                 "Mean and second moment.",
-                _lines(points, "memory x jax.grad", exact),
-            )
+                _lines(points, "memory x jax.grad", lambda p, name: _exact(p.memory(name))),
+            ),
+            report.Figure(
+                "Temporary memory",
+                "Mean and second moment.",
+                _lines(points, "MB", _megabytes, **ABSOLUTE),
+            ),
         ],
         verdicts=[
             memory_verdict(
@@ -229,12 +239,44 @@ def _memory(points: Sequence[Point]) -> report.Section:
     )
 
 
+def _exact(value: float) -> decide.Estimate:
+    return decide.Estimate(value, value, value, 1)
+
+
+def _milliseconds(point: Point, name: str) -> decide.Estimate:
+    result = point.results[name]
+    low, _, high = (1e3 * x for x in result.quartiles)
+    return decide.Estimate(1e3 * result.minimum, low, high, len(result.seconds))
+
+
+def _compile(point: Point, name: str) -> decide.Estimate:
+    return _exact(point.results[name].ratios(point.results[tasks.FLOOR])["compile"])
+
+
+def _megabytes(point: Point, name: str) -> decide.Estimate:
+    return _exact(point.results[name].executable.temp_bytes / 1e6)
+
+
+# For figures of times and bytes themselves, which `jax.grad` has, too.
+ABSOLUTE: dict[str, Any] = {
+    "names": (tasks.FLOOR, *NAMES),
+    "interval": "quartiles over rounds",
+    "reference": None,
+}
+
+
 def _lines(
-    points: Sequence[Point], label: str, of: Callable[[Point, str], decide.Estimate]
+    points: Sequence[Point],
+    label: str,
+    of: Callable[[Point, str], decide.Estimate],
+    *,
+    names: Sequence[str] = NAMES,
+    interval: str = "95% interval over rounds",
+    reference: tuple[float, str] | None = (1.0, "jax.grad"),
 ) -> Callable[..., None]:
     widths = dict.fromkeys(point.width for point in points)
     curves = {}
-    for name in NAMES:
+    for name in names:
         for width in widths:
             own = sorted((p for p in points if p.width == width), key=lambda p: p.length)
             found = [(p.length / p.width, e.mean, e.low, e.high) for p in own for e in [of(p, name)]]
@@ -246,8 +288,8 @@ def _lines(
         label,
         logx=True,
         logy=True,
-        interval="95% interval over rounds",
-        reference=(1.0, "jax.grad"),
+        interval=interval,
+        reference=reference,
     )
 
 
@@ -259,8 +301,9 @@ def _table(points: Sequence[Point]) -> report.Table:
         for name, result in point.results.items():
             ratios = result.ratios(point.results[tasks.FLOOR])
             size = [point.width, point.length, f"{point.length / point.width:g}", point.batch_size]
-            quartiles = " ".join(f"{1e3 * x:.1f}" for x in result.quartiles)
-            time = [f"{1e3 * result.minimum:.1f}", quartiles, f"{ratios['time']:.2f}"]
+            low, _, high = (f"{1e3 * x:.1f}" for x in result.quartiles)
+            mean = point.time(name).mean
+            time = [f"{1e3 * result.minimum:.1f}", f"{low} to {high}", f"{mean:.2f}"]
             memory = [f"{result.executable.temp_bytes / 1e6:.1f}", f"{ratios['memory']:.2f}"]
             rows.append([*map(str, size), name, *time, *memory, f"{ratios['compile']:.2f}"])
     return report.Table("All that was measured", header, rows)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure as Sheet
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.pages import figures, findings, panels, report
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
 CAP = 1.0  # the largest update of a coordinate; without this bound, points with b < a / B can diverge
@@ -199,6 +199,9 @@ def _map(
         [name, f"{own.method.learning_rate:g}", str(best[name]), "yes" * own.is_on_edge]
         for name, own in tuned.items()
     ]
+    rays = report.Table(
+        "Rays, by b / a", ["point", "learning rate", "final loss", "on the edge of its grid"], rows
+    )
     return report.Section(
         "The plane",
         "Losses on the half of the validation data that chose nothing, at each point's own best "
@@ -211,14 +214,13 @@ def _map(
                 functools.partial(draw, size),
             )
             for size in preset.batch_sizes
-        ],
-        tables=[
-            report.Table(
-                "Rays, by b / a",
-                ["point", "learning rate", "final loss", "on the edge of its grid"],
-                rows,
+        ]
+        + [
+            panels.of_table(
+                rays, "Final loss of each ray", "Each at the learning rate that was chosen for it."
             )
         ],
+        tables=[rays],
         verdicts=verdicts,
     )
 

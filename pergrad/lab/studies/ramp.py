@@ -32,7 +32,7 @@ import pergrad as pg
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train, to_json
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, report
+from pergrad.lab.pages import figures, panels, report
 from pergrad.lab.run import optimizers, records, train
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
@@ -302,16 +302,17 @@ def _ends(preset: Preset, runs: Runs, chosen: Mapping[str, float]) -> report.Sec
         ]
         for name, own in runs.items()
     ]
+    table = report.Table("Plans", ["plan", "learning rate", "final loss", "examples", "steps"], rows)
     curves = {name: _sizes(preset, list(own.values())) for name, own in runs.items()}
     return report.Section(
         "Where runs end, and in how many steps",
         "Losses on the half of the validation data that chose nothing, with seeds that chose nothing. "
         f"Learning rates are those of batches of {HOME}.",
         figures=[
-            report.Figure(
-                "Final loss of each plan",
-                "The loss at the end of training; lower is better.",
-                lambda fig: figures.bars_with_intervals(fig, ends, names=list(ends)),
+            panels.of_table(
+                table,
+                "Final loss and steps of each plan",
+                "The loss at the end of training; lower is better. Steps are means over seeds.",
             ),
             report.Figure(
                 "Batch sizes over training",
@@ -321,9 +322,7 @@ def _ends(preset: Preset, runs: Runs, chosen: Mapping[str, float]) -> report.Sec
                 ),
             ),
         ],
-        tables=[
-            report.Table("Plans", ["plan", "learning rate", "final loss", "examples", "steps"], rows)
-        ],
+        tables=[table],
         verdicts=verdicts(preset, losses),
     )
 

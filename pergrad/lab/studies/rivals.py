@@ -16,7 +16,7 @@ from typing import Any
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.pages import figures, findings, panels, report
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
 ADAM, FLOORED = "Adam", "MSQ with a floor"
@@ -171,6 +171,8 @@ def _where(preset: Preset, tuned: Mapping[str, sweep.Tuned]) -> report.Section:
             loss = decide.estimate(list(own.reported.values()))
             line += [f"{own.method.learning_rate:.3g}", str(loss)]
         rows.append([*line, str(gains[_cell(cell)])])
+    header = ["batch", "steps", "learning rate, Adam", "final loss", "learning rate, with a floor"]
+    cells = report.Table("Cells", [*header, "final loss, with a floor", "difference"], rows)
     return report.Section(
         "Where it ends below Adam",
         "Final losses on the half of the validation data that chose nothing, in every cell of batch "
@@ -184,23 +186,15 @@ def _where(preset: Preset, tuned: Mapping[str, sweep.Tuned]) -> report.Section:
                 lambda fig: figures.bars_with_intervals(
                     fig, gains, xlabel="difference of final losses (nats)"
                 ),
-            )
+            ),
+            panels.of_table(
+                cells,
+                "Learning rates and final losses of each cell",
+                f"Of {ADAM} and of {FLOORED}, each at its own best learning rate.",
+                names=2,
+            ),
         ],
-        tables=[
-            report.Table(
-                "Cells",
-                [
-                    "batch",
-                    "steps",
-                    "learning rate, Adam",
-                    "final loss",
-                    "learning rate, with a floor",
-                    "final loss",
-                    "difference",
-                ],
-                rows,
-            )
-        ],
+        tables=[cells],
         verdicts=verdicts,
     )
 

@@ -15,7 +15,7 @@ import pergrad as pg
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.pages import figures, findings, panels, report
 from pergrad.lab.run import records
 from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
@@ -276,6 +276,11 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
         ]
         for size in losses[SQRT]
     ]
+    held = report.Table(
+        "Octaves over which a rule holds",
+        ["rule", "shown", "not shown to fail"],
+        [[rule, f"{own.shown:g}", f"{own.possible:g}"] for rule, own in ranges.items()],
+    )
     lines = {f"noise scale, {name}": x for name, x in noise_scale.items() if math.isfinite(x)}
     return report.Section(
         "Where runs end",
@@ -293,7 +298,14 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
                 lambda fig: figures.lines_with_bands(
                     fig, curves, "batch size (examples)", "final loss (nats)", logx=True, lines=lines
                 ),
-            )
+            ),
+            panels.of_table(
+                held,
+                "Octaves over which a rule holds",
+                f"Octaves of batch sizes around {home}: those for which that was shown, and those for "
+                "which it was not shown to fail.",
+                alike=True,
+            ),
         ],
         tables=[
             report.Table(
@@ -301,11 +313,7 @@ def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> repor
                 ["batch size", *losses],
                 rows,
             ),
-            report.Table(
-                "Octaves over which a rule holds",
-                ["rule", "shown", "not shown to fail"],
-                [[rule, f"{own.shown:g}", f"{own.possible:g}"] for rule, own in ranges.items()],
-            ),
+            held,
         ],
         verdicts=verdicts,
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pergrad as pg
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
-from pergrad.lab.pages import findings, report
+from pergrad.lab.pages import findings, panels, report
 from pergrad.lab.run import records, train
 from pergrad.lab.studies import _found, _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
@@ -195,32 +195,47 @@ def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
         for name in (*groups, "all")
         for disagree, sure in [counts(name)]
     ]
-    by_step = [
+    by_step = report.Table(
+        "Sure coordinates with different signs, by step",
+        ["group", *map(str, steps)],
         [
-            name,
-            *(f"{disagree / max(sure, 1):.2%}" for k in steps for disagree, sure in [counts(name, k)]),
-        ]
-        for name in (*groups, "all")
-    ]
+            [
+                name,
+                *(
+                    f"{disagree / max(sure, 1):.2%}"
+                    for k in steps
+                    for disagree, sure in [counts(name, k)]
+                ),
+            ]
+            for name in (*groups, "all")
+        ],
+    )
+    coordinates = report.Table(
+        "Coordinates, over all steps and seeds looked at",
+        ["group", "sure coordinates", "of them with different signs", "share of all such coordinates"],
+        rows,
+    )
     return report.Section(
         "Where the mean and the median have different signs",
         "The mean of the signs has the sign of the median, of the examples whose gradient is not 0. "
         "Only coordinates count in which both signs are sure, being more than two standard errors from "
         "0. The last column says which layers have most of the disagreement.",
+        figures=[
+            panels.of_table(
+                coordinates,
+                "Coordinates with different signs, by group of layers",
+                "Over all steps and seeds that were looked at.",
+            ),
+            panels.of_table(
+                by_step,
+                "Coordinates with different signs, by step",
+                "The share of the sure coordinates in which mean and median have different signs.",
+                alike=True,
+            ),
+        ],
         tables=[
-            report.Table(
-                "Coordinates, over all steps and seeds looked at",
-                [
-                    "group",
-                    "sure coordinates",
-                    "of them with different signs",
-                    "share of all such coordinates",
-                ],
-                rows,
-            ),
-            report.Table(
-                "Sure coordinates with different signs, by step", ["group", *map(str, steps)], by_step
-            ),
+            coordinates,
+            by_step,
         ],
     )
 

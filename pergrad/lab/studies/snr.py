@@ -14,7 +14,7 @@ import pergrad as pg
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.pages import figures, findings, panels, report
 from pergrad.lab.run import records, train
 from pergrad.lab.studies import _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
@@ -292,6 +292,7 @@ def _by_layer(noise: Noise, base: Train) -> report.Section:
         ]
         for path in paths
     ]
+    layers = report.Table("Layers", ["layer", "first third", "last third"], rows)
     return report.Section(
         "Noise in Adam's second moment, by layer",
         f"(sigma^2 / B) / mu^2 with B = {base.batch_size}: where it is above 1, what Adam divides by is "
@@ -303,9 +304,15 @@ def _by_layer(noise: Noise, base: Train) -> report.Section:
                 lambda fig: figures.lines_with_bands(
                     fig, curves, "step", "(sigma^2 / B) / mu^2", logy=True
                 ),
-            )
+            ),
+            panels.of_table(
+                layers,
+                "Noise share of each layer",
+                "In the first and in the last third of the run. Geometric means over seeds.",
+                alike=True,
+            ),
         ],
-        tables=[report.Table("Layers", ["layer", "first third", "last third"], rows)],
+        tables=[layers],
     )
 
 

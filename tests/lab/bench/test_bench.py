@@ -9,10 +9,11 @@ from typing import Any, get_args
 
 import jax
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from pergrad.lab import cli, timing
-from pergrad.lab.bench import cases, drawings, peak, price, run, tables, tasks
+from pergrad.lab.bench import cases, drawings, grid, peak, price, run, tables, tasks
 from pergrad.lab.bench import docs as written
 from pergrad.lab.bench.models import MLP
 from pergrad.lab.bench.tasks import (
@@ -168,7 +169,7 @@ def test_compilation_of_a_model(monkeypatch):
     monkeypatch.setitem(cases.CASES, "mlp", MLP(batch=2, width=4, layers=1))
     rows = run.measure(run.Item("compile", "mlp", "moments"), run.Settings(builds=1), timing.silent)
     assert {row["candidate"] for row in rows} >= {FLOOR, VMAP, PERGRAD}
-    (line,) = tables.building(rows, cases.TITLES).splitlines()[2:]
+    (line,) = str(grid.building(rows, cases.TITLES)).splitlines()[2:]
     assert line.startswith("| MLP, B128, 4 x 1024 | ") and line.count("|") == 4 + HAS_MICRO_GRAD + 1
 
 
@@ -240,29 +241,28 @@ ROWS = [
 def test_tables():
     names = {VMAP: "v", MICRO_GRAD: "m", JAX_PRIVACY: "p", PERGRAD: "ours", AUTO: "auto", "other": "o"}
     titles = {"mlp": "MLP", "cnn": "CNN"}
-    assert tables.markdown(written.columns(ROWS, names), titles).splitlines() == [
+    assert str(grid.compared(written.columns(ROWS, names), titles)).splitlines() == [
         "| model | v | m | p | ours | auto | o |",
         "|---|---|---|---|---|---|---|",
         "| MLP | 123 (247) | 12.3 (24.7) | – | 1.25 (2.50) | the same |  |",
     ]
     full = [{**ROWS[0], "candidate": VMAP, "out_of_memory": "20G of 15G"}]
-    beside = [*written.columns(ROWS, {PERGRAD: "ours"}, "here, "), *written.columns(full, {VMAP: "v"})]
-    assert tables.markdown(beside, titles).splitlines() == [
+    beside = [*written.columns(ROWS, {PERGRAD: "ours"}, "here"), *written.columns(full, {VMAP: "v"})]
+    assert str(grid.compared(beside, titles)).splitlines() == [
         "| model | here, ours | v |",
         "|---|---|---|",
         "| MLP | 1.25 (2.50) | out of memory |",
     ]
-    assert tables.in_processes(ROWS, {"mlp": "MLP"}, {FLOOR: "f", VMAP: "v", PERGRAD: "p"}).endswith(
-        "| MLP | 5 |  | 6 |"
-    )
+    peaks = grid.in_processes(ROWS, {"mlp": "MLP"}, {FLOOR: "f", VMAP: "v", PERGRAD: "p"})
+    assert str(peaks).endswith("| MLP | 5 |  | 6 |")
     built = [{**row, "part": "compile"} for row in tables.measured(ROWS)]
     built[-1] |= {"lower_seconds": 1.5, "compile_seconds": 3.0}
-    assert tables.building(built).splitlines() == [
+    assert str(grid.building(built)).splitlines() == [
         f"| model | `{FLOOR}` | `{VMAP}` | `{MICRO_GRAD}` | `{PERGRAD}` |",
         "|---|---|---|---|---|",
         "| mlp | 3.00 s | 1.00 | 1.00 | 1.50 |",
     ]
-    assert tables.building(ROWS) == ""
+    assert not grid.building(ROWS).lines
     shown = printed(140, ROWS)
     assert "1250.0" in shown and "1.25" in shown and "without jax_privacy: no" in shown
     assert "busy" not in shown
@@ -332,11 +332,63 @@ def test_the_figure_of_two_chips_shows_auto_where_it_differs(tmp_path, monkeypat
     assert {path.name for path in tmp_path.iterdir()} == {"beside.png", "beside.svg"}
     (fig,) = drawn
     numbers = [ax.child_axes[0].get_yticklabels()[0].get_text() for ax in fig.axes]
-    assert numbers == [tables.short(1.1 * 0.75), tables.short(1.1 * 1.25)]
+    assert numbers == [grid.short(1.1 * 0.75), grid.short(1.1 * 1.25)]
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["MLP"]
 
 
+def test_the_figure_of_a_table_has_all_of_its_numbers():
+    fast = a_row(PERGRAD, 1.25) | {"least_seconds": 0.5, "seconds": 1.0}
+    built = [{**row, "part": "compile"} for row in tables.measured(ROWS)]
+    titles = {"mlp": "MLP"}
+    columns = [
+        *written.columns([fast, *ROWS[:3]], {FLOOR: "`grad`", VMAP: "v", PERGRAD: "ours"}, "here"),
+        *written.columns(ROWS, {PERGRAD: "ours", "Opacus hooks": "hooks"}, "there"),
+    ]
+    compared = grid.compared(columns, titles)
+    assert str(compared).endswith("| 1.00 (2.00) | 123 (247) | 0.62 to 1.25 (2.50) | 1.25 (2.50) |  |")
+    peaks = grid.in_processes(ROWS, titles, {FLOOR: "f", PERGRAD: "p"})
+    here = {
+        "here, time": {1, 123.4, 0.625, 1.25},
+        "here, temporary memory": {2, 246.8, 2.5},
+        "there, time": {1.25},
+        "there, temporary memory": {2.5},
+    }
+    of_compiling = {f"seconds of {FLOOR}": {3}, f"multiple of {FLOOR}": {1}}
+    for table, numbers in (
+        (compared, here),
+        (peaks, {"MB": {5, 6}}),
+        (grid.building(built), of_compiling),
+    ):
+        fig = Figure()
+        drawings.of_grid(fig, table)
+        drawn = {
+            ax.get_title("left"): {
+                round(x, 6) for line in ax.lines if line.get_marker() != "None" for x in line.get_xdata()
+            }
+            for ax in fig.axes
+        }
+        assert drawn == numbers
+
+
 # The pages.
+
+
+def test_every_table_of_a_page_has_its_figure():
+    text = (pages.ROOT / "docs" / "benchmarks.md").read_text()
+    there = written.grids(written.logs())
+    assert {
+        "beside_cpu",
+        "beside_tpu",
+        "moments",
+        "process",
+        "compile",
+        "torch_norms",
+        "target_five",
+    } <= there.keys()
+    for name, (_, table) in there.items():
+        if str(table) in text:
+            assert f"{table}\n\n![" in text and f"(benchmarks/tables/{name}.png)" in text
+        assert (written.NUMBERS / "tables" / f"{name}.png").exists()
 
 
 def test_pages_have_the_numbers_that_were_logged():
@@ -349,7 +401,7 @@ def test_pages_have_the_numbers_that_were_logged():
 
 def test_blocks(tmp_path):
     about = {
-        "versions": {"jax": "1.2"},
+        "versions": {"jax": "1.2", "pergrad": "abc1234"},
         "machine": {"cores": 2, "processor": "fast", "platform": "this"},
         "settings": {"rounds": 3, "builds": 2},
         "target": "tpu:v5e",
@@ -359,6 +411,7 @@ def test_blocks(tmp_path):
     torch += [{**ROWS[-1], "case": "cnn, no norms", "task": "norms", "left_out": "LayerNorm"}]
     built = [{**ROWS[0], "part": "compile"}]
     compiled = [{**ROWS[3], "part": "target", "task": task} for task in tasks.TASKS]
+    compiled.append({**ROWS[1], "part": "target"})
     compiled.append({**ROWS[3], "part": "target", "case": "billion"})
     logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch, "target": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
@@ -383,8 +436,16 @@ def test_blocks(tmp_path):
         and "jax 1.2" in found["measured"]
     )
     assert found["target_compiled"].startswith("`pergrad bench --target tpu:v5e`, compiled for, not run")
-    assert "L22 V32768 |" in found["target_moments"] and "L22 V32768 |" in again["beside"]
-    assert "CPU, pergrad" in found["beside"] and "TPU, pergrad" in found["beside"]
+    assert "| `abc1234` | all |" in found["measured"] and "</details>" in found["measured"]
+    later = [{**ROWS[0], "task": task, written.AGAIN: "def5678"} for task in ("moments", "norms")]
+    said = written.details({"about": about, "results": [*ROWS, *later, *later]})
+    assert "| `abc1234` | all others |\n| `def5678` | mlp: moments, norms |" in said
+    assert "L22 V32768 |" in found["target_moments"] and "L22 V32768 |" in again["beside_tpu"]
+    assert (
+        "take 1.38 to 1.38 times" in found["in_words"]
+        and "(the highest number: MLP" in found["in_words"]
+    )
+    assert "| 1.38 (2.50) |" in found["beside_cpu"] and "| 1.38 (2.50) |" in found["beside_tpu"]
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()
     assert "2 builds" in found["compile_measured"] and "3 rounds" in found["growth_measured"]

@@ -1,11 +1,13 @@
 """docs/studies.md has the numbers of the results that are kept beside it."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+from docs import make_figures
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.studies import STUDIES, argument, law, ramp
 from pergrad.lab.studies._agreement import FORMULA, KINDS, PLACES, REAL, SURROGATE, Look
@@ -20,6 +22,27 @@ def results(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lines = (pages.ROOT / "docs" / "studies" / f"{name}.jsonl").read_text().splitlines()
     about, *rows = map(json.loads, lines)
     return about, rows
+
+
+# Tables whose numbers are in a figure of their study, and those that have no results.
+DRAWN_ELSEWHERE = (
+    "| Python |",
+    "| study |",
+    "| studies |",
+    "| claim |",
+    "| step |",
+    "| | not clipped |",
+    "| batch | square",
+)
+
+
+def test_every_table_of_results_has_a_figure():
+    tables = re.findall(r"(?:^\|.*\n)+(?:<!-- end -->\n)?\n(?:!.*)?", PAGE, re.MULTILINE)
+    without = [table for table in tables if "](studies/tables/" not in table]
+    assert [table for table in without if not table.startswith(DRAWN_ELSEWHERE)] == []
+    drawn = list(make_figures.tables())
+    assert len(drawn) == PAGE.count("](studies/tables/") == len(tables) - len(without)
+    assert all(path.exists() for path, _ in drawn), "run make docs-figures"
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)

@@ -48,7 +48,7 @@ def test_overhead(text, tmp_path):
     ]
     assert all(len(row["seconds"]) == len(row["quartiles"]) == 3 for row in rows)
     assert all(row["temp_bytes"] > 0 and row["ratios"]["memory"] > 0 for row in rows)
-    assert page.count('src="data:image/svg') == 2 and "pergrad study overhead" in page
+    assert page.count('src="data:image/svg') == 5 and "pergrad study overhead" in page
     assert page.count('class="answer ') == 2 * 5  # above all, and in their sections
     files = sorted(path.suffix for path in (tmp_path / "figures").iterdir())
     assert files == [".png", ".png", ".svg", ".svg"]
