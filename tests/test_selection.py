@@ -14,9 +14,9 @@ NAMES = [f"test_x[case{number}-{option}]" for number in range(200) for option in
     [
         ("all", True, 1),
         ("all", False, 1),
-        ("some", True, 6),
+        ("some", True, 12),
         ("some", False, 1),
-        ("few", True, 12),
+        ("few", True, 24),
         ("few", False, 3),
     ],
 )

@@ -1,8 +1,9 @@
 """How fast each kind of device is: the rates from which the plan computes the price of a strategy.
 
 The rates are rough on purpose. The prices that the plan compares differ by factors, not by percents.
-They stand in `rates.json`, each kind of device with where its rates come from, "measured" or "assumed".
-`pergrad bench --rates` measures the rates of the machine that it runs on, and writes such a file.
+They stand in `rates.json`, each kind of device with where its rates come from: "measured", "compiled"
+(estimates of XLA's compiler for the device) or "assumed". `pergrad bench --rates` measures the rates of
+the machine that it runs on, and writes such a file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Backend:
 
     `example_axis` is the factor by which a program with an axis of examples takes longer than one
     without. `stream_size` is how many bytes the gradients made by one batched product may take; it is 0
-    where products should not be batched. `memory` is how many bytes the device has.
+    where products should not be batched. `memory` is how many bytes the device has. `copies_beside` says
+    whether copies between memory and cache run beside products, as on a TPU, whose compiler plans them.
+    `keeps_states` says whether the states of a stream stay in the cache from one example to the next.
 
     The file leaves out the last three fields where they make no difference, which is if they are
     infinite.
@@ -56,6 +59,8 @@ class Backend:
     equation: float
     stream_size: float
     memory: float
+    copies_beside: bool
+    keeps_states: bool
     looped_convolution_rate: float = math.inf
     fresh_rate: float = math.inf
     kept_size: float = math.inf

@@ -311,12 +311,13 @@ def _liked_at_a_time(work: Work) -> int:
 def _liked_block(work: Work) -> int | None:
     """The length of the blocks that the gradient should be divided into; None if it should stay whole.
 
-    One example alone reads and writes every state once in any case.
+    One example alone reads and writes every state once in any case. Blocks are of no use if the states
+    do not stay in the cache from one example to the next.
     """
     axis = divided(work.tail)
     at_once = work.gradient * (1 + work.accumulators)
     room = BLOCK_SHARE * work.device.cache_size
-    if axis is None or work.size == 1 or at_once <= room:
+    if axis is None or work.size == 1 or at_once <= room or not work.device.keeps_states:
         return None
     longest = max(1, int(axis.length * room / at_once / LANES)) * LANES
     # Blocks that divide the axis evenly need no shorter one at the end.

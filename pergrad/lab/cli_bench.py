@@ -42,15 +42,16 @@ def bench(
         rounds: at most so many timed runs of each candidate, which take turns; the fastest counts.
         budget: seconds after which a candidate sits out the remaining rounds.
         peak: tasks for which each candidate also runs in a process of its own, for the memory of it all.
-        rates: measure the rates that the plan prices strategies with, in place of statistics.
+        rates: measure the rates that the plan prices strategies with, in place of statistics; with
+            --target those of a TPU that is not there, as its compiler has them.
         target: compile for this chip and judge the compiled programs; nothing runs.
         ours: leave out other packages and `vmap(grad)`, which take most of the time.
         out: where `results.json` and the figures go, or `rates.json`, or a target's `tpu-v5e.json`.
     """
     if rates:
-        if loss or cases or tasks or parts or target:
-            raise LabError("--rates measures the machine: no loss, cases, tasks, parts or target.")
-        _bench_rates(rounds, budget, out / "rates.json")
+        if loss or cases or tasks or parts:
+            raise LabError("--rates measures the machine: no loss, cases, tasks or parts.")
+        _bench_rates(rounds, budget, target, out / "rates.json")
         return
     if target:
         if parts:
@@ -82,18 +83,24 @@ def bench(
         console.print(Text(str(path), "bold"), soft_wrap=True)
 
 
-def _bench_rates(rounds: int, budget: float, out: Path) -> None:
-    from pergrad.lab.bench import rates
+def _bench_rates(rounds: int, budget: float, target: TargetName | None, out: Path) -> None:
+    from pergrad.lab.bench import compilers, rates
     from pergrad.lab.run import records
 
     if rounds < 1:
         raise LabError(f"rounds must be at least 1, not {rounds}.")
     with disk_errors(out):  # before anything is measured that could not be written
         out.parent.mkdir(parents=True, exist_ok=True)
-    measured = rates.measure(rounds=rounds, budget=budget)
     known = rates.of_package()
-    records.write_json(out, rates.with_measured(known, measured))
-    print(rates.table(known[rates.name_of_today(known)]["rates"], measured))
+    if target:
+        compilers.use(target)
+        name, found = target, rates.compiled(target)
+        written = rates.with_compiled(known, found, target)
+    else:
+        name, found = rates.name_of_today(known), rates.measure(rounds=rounds, budget=budget)
+        written = rates.with_measured(known, found)
+    records.write_json(out, written)
+    print(rates.table(known[name]["rates"], found))
     Console().print(Text(str(out), "bold"), soft_wrap=True)
 
 

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core.primitives import scan_p
 from jax.interpreters import ad, batching
 
 import pergrad as pg
+from pergrad._compat import aval
 from pergrad._cut.hoist import hoist, leaving
-from pergrad._ir import loop
+from pergrad._ir import loop, programs
 from tests.support.bounds import STATISTICS
 from tests.support.cases import Case
 from tests.support.cases_loops import new_ref
@@ -103,6 +105,30 @@ def inner_programs(jaxpr: Any) -> list[Any]:
     values = [value for eqn in jaxpr.eqns for value in eqn.params.values()]
     flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else [value])]
     return [getattr(x, "jaxpr", x) for x in flat if hasattr(getattr(x, "jaxpr", x), "eqns")]
+
+
+def test_inputs_of_a_loop_are_not_handed_out_again() -> None:
+    """The factor of an input weight is an input of the loop without its axis of one example."""
+    width = 24
+
+    def loss(w: Any, x: Any) -> jax.Array:
+        def step(h: Any, x: Any) -> Any:
+            return jnp.tanh(x @ w["input"] + h @ w["state"]), None
+
+        start = jnp.zeros((x.shape[0], D))
+        return jnp.mean(jnp.square(lax.scan(step, start, jnp.swapaxes(x, 0, 1))[0]))
+
+    w = {"input": jnp.ones((width, D)), "state": jnp.ones((D, D))}
+    program = jax.make_jaxpr(pg.grad_stats(loss, pg.Mean(jnp.square)))(w, jnp.ones((B, T, width)))
+    made = [aval(v).shape for rounds in _loops(program.jaxpr, T) for v in rounds.outvars]
+    assert (T, B, D) in made
+    assert not [shape for shape in made if width in shape]
+
+
+def _loops(program: Any, length: int) -> list[Any]:
+    """The loops of so many rounds in a program, and in the programs that its equations run."""
+    inside = [eqn for outer in program.eqns for p in programs(outer) for eqn in _loops(p, length)]
+    return [e for e in program.eqns if e.primitive is scan_p and e.params["length"] == length] + inside
 
 
 def test_what_stays_in_a_loop_has_a_reason() -> None:

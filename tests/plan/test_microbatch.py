@@ -13,7 +13,7 @@ import pergrad as pg
 from pergrad._ir import counts
 from pergrad._plan.backbone import parameters_read_in_loops
 from pergrad.lab.bench import run, tables
-from pergrad.lab.bench.cases import CASES, of_model
+from pergrad.lab.bench.cases import CASES, abstract, of_model
 from pergrad.lab.bench.tasks import AUTO, PERGRAD
 from tests.support import pages
 
@@ -68,6 +68,27 @@ def test_auto_takes_what_was_fast():
                 if seconds.get(size, float("inf")) > most * min(seconds.values()):
                     wrong.append(f"{item}: {size} at a time; the seconds by size were {seconds}")
     assert not wrong, "\n".join(wrong)
+
+
+# The times in ms of statistics at several microbatch sizes, as the compilers for TPUs have them.
+COMPILED = {
+    ("tpu:v5e", "large_two_layers", "moments"): {1: 20.4, 2: 24.8, 8: 27.6},
+    ("tpu:v5e", "large_two_layers", "five"): {1: 47.6, 2: 43.0, 8: 30.4},
+    ("tpu:v5e", "large_two_layers", "tokens"): {1: 21.8, 2: 26.4, 8: 31.0},
+    ("tpu:v5e", "large_transformer", "five"): {1: 99.4, 2: 112.7, 8: 110.7},
+    ("tpu:v5e", "large_transformer_scanned", "five"): {1: 141.3, 2: 141.4, 8: 140.5},
+    ("tpu:v5p", "billion", "moments"): {1: 1138, 2: 1172, 8: 1242},
+}
+
+
+@pytest.mark.parametrize("target, case, task", COMPILED)
+def test_auto_takes_what_is_fast_on_a_tpu(target, case, task):
+    with pages.jax_as_for_users(), pg.plan_for(target):
+        workload = abstract(case)
+        planned = pg.explain(workload.loss, workload.task(task).statistics, microbatch_size="auto")
+        size = planned(workload.params, workload.batch).microbatch_size
+    times = COMPILED[target, case, task]
+    assert times[size] <= 1.01 * min(times.values())
 
 
 @pytest.mark.parametrize(("length", "expected"), [(16, 8), (2048, 2), (3072, 1)])

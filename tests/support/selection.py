@@ -1,15 +1,15 @@
 """Which tests run. The names of files are those below `tests`.
 
 Everything that runs everywhere would take too long, so that tests with long lists of parameters take
-turns. A checksum of its parameters gives every test a number from 0 to 11, so that tests of the same
-case have the same number and share what is made for it. Every run has its turn, a number from 0 to 11,
+turns. A checksum of its parameters gives every test a number from 0 to 23, so that tests of the same
+case have the same number and share what is made for it. Every run has its turn, a number from 0 to 23,
 too, which changes from commit to commit:
 
-    PERGRAD_TESTS   a list in SHORTENED                     another list of parameters
-    all             all of it                               all of it
-    some            a sixth: the number is the turn's,      all of it
-                    both modulo 6
-    few             a twelfth: the number is the turn's     a third: both modulo 3
+    PERGRAD_TESTS   a list in SHORTENED                         another list of parameters
+    all             all of it                                   all of it
+    some            a twelfth: the number is the turn's,        all of it
+                    both modulo 12
+    few             a twenty-fourth: the number is the turn's   a third: both modulo 3
 
 `some` is what runs without that variable. PERGRAD_TURN sets the turn. A test that is named on the
 command line (`file.py::test`) runs in any turn.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-TURNS = 12
+TURNS = 24
 
 # The seed of the first random program, which changes from day to day. The processes that share out the
 # tests inherit it.
@@ -130,7 +130,7 @@ def file_of(item: Any) -> str:
 
 def runs(name: str, is_long: bool, how_many: str, turn: int) -> bool:
     """Whether the test of this name, one of a list of parameters, has its turn."""
-    parts = {"all": 1, "some": 6 if is_long else 1, "few": TURNS if is_long else 3}[how_many]
+    parts = {"all": 1, "some": 12 if is_long else 1, "few": TURNS if is_long else 3}[how_many]
     parameters = name.partition("[")[2]
     return zlib.crc32(parameters.encode()) % parts == turn % parts
 

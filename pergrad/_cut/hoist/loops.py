@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import primitives as p
 
 from pergrad import _compat
 from pergrad._compat import Atom, JaxprEqn, Var, aval
@@ -21,11 +22,16 @@ from pergrad._ir import (
     Env,
     Loop,
     dependents,
+    distinct,
     evaluate,
     evaluate_independent,
+    is_in,
     read,
     readers_of,
 )
+
+# Primitives whose result has the entries of their only operand, each once.
+REARRANGING = {p.reshape_p, p.rev_p, p.squeeze_p, p.transpose_p}
 
 
 def leave_loop(
@@ -72,6 +78,7 @@ class _Leaver:
         consts, carry, xs = loop.operands(self.body.invars)
         self.xs = set(xs)
         self.moving = dependents(self.body.eqns, [*carry, *xs])
+        self.rearranged = _rearranged(self.body.eqns, xs)
 
         self.pieces: list[_Piece] = []
         in_sums: set[Var] = set()
@@ -111,7 +118,8 @@ class _Leaver:
         kept = [k for k in self.results if not self._is_made_outside(k)]
         kept_carry = [k for k in kept if k < loop.num_carry]
         factors = dict.fromkeys(v for tail in self.tails for v in tail.factors)
-        handed_out = [v for v in factors if v in self.moving and v not in self.xs]
+        inputs = [v for v in factors if v in self.rearranged]
+        handed_out = [v for v in factors if v in self.moving - self.xs - self.rearranged.keys()]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], Any]:
             before = dict(zip(kept_carry, carry, strict=True))
@@ -128,6 +136,7 @@ class _Leaver:
         env = loop.env(consts, init, xs)
         evaluate_independent(self.body.eqns, env, self.moving)
         env |= dict(zip(handed_out, stacked, strict=True))
+        env |= {v: self._rearrange(v, env) for v in inputs}
         with _compat.at_line_of(loop.eqn):
             made = {place: g for tail in self.tails for place, g in self._make(tail, env)}
             out: dict[int, Any] = dict(zip(kept, [*ends, *outputs], strict=True))
@@ -139,6 +148,14 @@ class _Leaver:
                     parts.append(init[k])
                 out[k] = sum(parts[1:], parts[0])
         return [out[k] for k in self.results]
+
+    def _rearrange(self, v: Var, env: Env) -> jax.Array:
+        """A loop input in all rounds, [length, ...], rearranged as the body does to make `v` of it."""
+        if v in self.xs:
+            return env[v]
+        eqn = self.rearranged[v]
+        (operand,) = distinct(eqn.invars)
+        return jax.vmap(lambda x: _compat.bind(eqn, [x])[0])(self._rearrange(operand, env))
 
     def _after(self, result: int, env: Env, before: dict[int, Any]) -> Any:
         """A result of one round, without the pieces that are made outside of the loop.
@@ -189,6 +206,18 @@ class _Leaver:
             same = tail.gradients(factors, constants)
             return [jnp.broadcast_to(g, (self.loop.length, *g.shape)) for g in same]
         return jax.vmap(lambda *factors: tail.gradients(factors, constants), in_axes=axes)(*factors)
+
+
+def _rearranged(eqns: Sequence[JaxprEqn], xs: Sequence[Var]) -> dict[Var, JaxprEqn]:
+    """Loop inputs with the same entries in another shape or order, and the equations that make them.
+
+    Such a factor is made outside of the loop. If the loop handed it out, it would be in memory twice.
+    """
+    found: dict[Var, JaxprEqn] = {}
+    for eqn in eqns:
+        if eqn.primitive in REARRANGING and is_in(eqn.invars[0], {*xs, *found}):
+            found[eqn.outvars[0]] = eqn
+    return found
 
 
 def _as_sum(loop: Loop, carry: int) -> tuple[list[Atom], list[JaxprEqn]] | None:

@@ -5,8 +5,12 @@ turns, and the fastest run of each counts, as for every other number of the benc
 that was measured on whole models cannot be read off a small program. They are taken over from the
 package's own file.
 
-The result is a file like the package's own, `pergrad/_ir/rates.json`, in which the rates of this kind of
-device are replaced by those that were measured.
+The rates of a TPU that is not there come from some of these programs, in larger sizes. They are compiled
+for it, and the time is that of `target`, the compiler's estimate. It leaves out the start of a round, so
+it cannot say what a round of a loop costs.
+
+The result is a file like the package's own, `pergrad/_ir/rates.json`, in which the rates of one kind of
+device are replaced.
 """
 
 from __future__ import annotations
@@ -25,10 +29,22 @@ from jax import lax
 
 from pergrad.lab import timing
 from pergrad.lab.bench import price
+from pergrad.lab.bench.compiled.chips import CHIPS
+from pergrad.lab.bench.target import judge
+from pergrad.lab.config import TargetName
+from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
 from pergrad.lab.timing import Say, to_stderr
 
-TAKEN_OVER = ("cache_size", "kept_size", "example_axis", "stream_size", "memory")
+TAKEN_OVER = (
+    "cache_size",
+    "kept_size",
+    "example_axis",
+    "stream_size",
+    "memory",
+    "copies_beside",
+    "keeps_states",
+)
 ABOUT = (
     "Measured by `pergrad bench --rates`. No small program shows these, which are taken over from the "
     f"file of the package: {', '.join(TAKEN_OVER)}."
@@ -61,6 +77,29 @@ class Sizes:
     """Rounds of a loop that does hardly anything."""
     equations: int = 500
     """Equations that do hardly anything."""
+    dtype: Any = jnp.float32
+    """Of the operands of products and convolutions."""
+
+
+# For a TPU: products as large as those of a large transformer, and an array that its vector memory does
+# not hold.
+OF_A_CHIP = Sizes(
+    product=4096,
+    examples=64,
+    positions=1024,
+    width=1024,
+    channels=256,
+    memory=2**28,
+    dtype=jnp.bfloat16,
+)
+BY_COMPILER = ("product_rate", "batched_rate", "convolution_rate", "memory_rate")
+ABOUT_COMPILED = (
+    "By XLA's compiler for this chip (`pergrad bench --rates --target`): nothing has run on it. "
+    f"{', '.join(BY_COMPILER)} come from it. It has no estimates for sorts and scatters, nor for the "
+    "start of a round of a loop, which is assumed to cost a microsecond. An equation is assumed to cost "
+    "0.2 microseconds, since XLA fuses most equations into others. The cache is the chip's vector "
+    "memory, and its rate is that of a copy there."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +133,8 @@ def _of_products(sizes: Sizes) -> dict[str, Probe]:
     n, b, t, d = sizes.product, sizes.examples, sizes.positions, sizes.width
     batched = functools.partial(jnp.einsum, "bti,btj->bij")
     return {
-        "product_rate": Probe(jnp.matmul, (_ones(n, n), _ones(n, n)), 2 * n**3),
-        "batched_rate": Probe(batched, (_ones(b, t, d), _ones(b, t, d)), 2 * b * t * d * d),
+        "product_rate": Probe(jnp.matmul, (_ones(sizes, n, n),) * 2, 2 * n**3),
+        "batched_rate": Probe(batched, (_ones(sizes, b, t, d),) * 2, 2 * b * t * d * d),
     }
 
 
@@ -106,7 +145,7 @@ def _of_convolutions(sizes: Sizes) -> dict[str, Probe]:
     factor that depends on the sizes; the convolution of the forward pass is as fast as elsewhere.
     """
     b, n, c = sizes.examples, sizes.image, sizes.channels
-    images, kernel = _ones(b, n, n, c), _ones(3, 3, c, c)
+    images, kernel = _ones(sizes, b, n, n, c), _ones(sizes, 3, 3, c, c)
 
     def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
         layout = ("NHWC", "HWIO", "NHWC")
@@ -139,7 +178,9 @@ def _passes(size: int, moved: int) -> Probe:
     def program(x: jax.Array, factor: jax.Array) -> jax.Array:
         return lax.fori_loop(0, passes, lambda _, x: x * factor, x)
 
-    return Probe(program, (_ones(size // 4), jnp.ones((), jnp.float32)), 2 * size * passes)
+    return Probe(
+        program, (jnp.ones(size // 4, jnp.float32), jnp.ones((), jnp.float32)), 2 * size * passes
+    )
 
 
 def _new_memory(size: int) -> Probe:
@@ -159,7 +200,7 @@ def _small_rounds(rounds: int) -> Probe:
         zeros = jnp.zeros((8, 8), jnp.float32)
         return lax.scan(body, (zeros, zeros), (xs, cts))[0]
 
-    factors = _ones(rounds, 8, 8)
+    factors = jnp.ones((rounds, 8, 8), jnp.float32)
     return Probe(program, (factors, factors), rounds, is_rate=False)
 
 
@@ -171,11 +212,12 @@ def _small_equations(equations: int) -> Probe:
             x = x @ w
         return x
 
-    return Probe(program, (_ones(8, 8), jnp.eye(8, dtype=jnp.float32)), equations, is_rate=False)
+    eye = jnp.eye(8, dtype=jnp.float32)
+    return Probe(program, (jnp.ones_like(eye), eye), equations, is_rate=False)
 
 
-def _ones(*shape: int) -> jax.Array:
-    return jnp.ones(shape, jnp.float32)
+def _ones(sizes: Sizes, *shape: int) -> jax.Array:
+    return jnp.ones(shape, sizes.dtype)
 
 
 def measure(
@@ -191,6 +233,18 @@ def measure(
         executables[name] = dataclasses.replace(executable, run=run)
     results = timing.time_all(executables, rounds=rounds, budget=budget, say=say)
     return {result.name: made[result.name].result(result.minimum) for result in results}
+
+
+def compiled(target: TargetName, sizes: Sizes = OF_A_CHIP, *, say: Say = to_stderr) -> dict[str, float]:
+    """The rates of a chip as its compiler has them, by name."""
+    if not CHIPS[target].has_estimates:
+        raise LabError(f"The compiler for {target} makes no estimates of time, so it has no rates.")
+    found, made = {}, probes(sizes)
+    for index, name in enumerate(BY_COMPILER, 1):
+        say(f"{index} of {len(BY_COMPILER)}: {name}\n")
+        probe = made[name]
+        found[name] = probe.result(judge(probe.program, probe.args, target).seconds)
+    return found
 
 
 def of_package() -> dict[str, Any]:
@@ -214,24 +268,33 @@ def name_of_today(known: Mapping[str, Any]) -> str:
 def with_measured(known: Mapping[str, Any], measured: Mapping[str, float]) -> dict[str, Any]:
     """A file of rates with those that were measured, and where they come from."""
     name = name_of_today(known)
-    today = known[name]
-    entry = {
-        "device_kinds": today["device_kinds"],
-        "source": "measured",
-        "about": ABOUT,
-        "machine": price.machine(),
-        "versions": records.versions(),
-        "rates": {**measured, **{n: today["rates"][n] for n in TAKEN_OVER if n in today["rates"]}},
-    }
-    return {**known, name: entry}
+    kept = {n: known[name]["rates"][n] for n in TAKEN_OVER if n in known[name]["rates"]}
+    source = {"source": "measured", "about": ABOUT, "machine": price.machine()}
+    return _with_rates(known, name, source, {**measured, **kept})
 
 
-def table(today: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Name, today's value, the measured value, and how many times today's that is."""
+def with_compiled(
+    known: Mapping[str, Any], found: Mapping[str, float], target: TargetName
+) -> dict[str, Any]:
+    """A file of rates with those of a chip's compiler, and where they come from."""
+    source = {"source": "compiled", "about": ABOUT_COMPILED}
+    return _with_rates(known, target, source, {**known[target]["rates"], **found})
+
+
+def _with_rates(
+    known: Mapping[str, Any], name: str, source: Mapping[str, Any], rates: Mapping[str, float]
+) -> dict[str, Any]:
+    kinds, versions = known[name]["device_kinds"], records.versions()
+    return {**known, name: {"device_kinds": kinds, **source, "versions": versions, "rates": rates}}
+
+
+def table(today: Mapping[str, float], found: Mapping[str, float]) -> str:
+    """Name, today's value, the value that was found, and how many times today's that is."""
     rows = []
-    for name, value in measured.items():
+    for name, value in found.items():
         before = today.get(name, math.inf)
         rows.append([name, f"{before:.3g}", f"{value:.3g}", f"{value / before:.2f}"])
-    for name in TAKEN_OVER:
-        rows.append([name, f"{today.get(name, math.inf):.3g}", "taken over", ""])
-    return timing.table(["rate", "today", "measured", "ratio"], rows)
+    for name in (*TAKEN_OVER, *(today.keys() - found.keys() - {*TAKEN_OVER})):
+        value = today.get(name, math.inf)
+        rows.append([name, str(value) if isinstance(value, bool) else f"{value:.3g}", "taken over", ""])
+    return timing.table(["rate", "today", "found", "ratio"], rows)

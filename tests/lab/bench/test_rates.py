@@ -84,7 +84,7 @@ def test_other_devices_keep_their_rates():
 
 def test_rates_take_no_models(capfd):
     assert cli.main(["bench", "--rates", "--cases", "mlp"]) == 1
-    assert "no loss, cases, tasks, parts or target" in capfd.readouterr().err
+    assert "no loss, cases, tasks or parts" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", rates.of_package())
@@ -92,10 +92,9 @@ def test_the_file_of_the_package(kind):
     """Every entry says where its rates come from, and infinite is what makes no difference."""
     entry = rates.of_package()[kind]
     assert entry["about"].endswith(".")
-    if entry["source"] == "measured":
-        assert entry["machine"]["cores"] > 0 and entry["versions"]["pergrad"]
-    else:
-        assert entry["source"] == "assumed" and "machine" not in entry
+    assert entry["source"] in ("measured", "compiled", "assumed")
+    assert ("versions" in entry) == (entry["source"] != "assumed")
+    assert ("machine" in entry) == (entry["source"] == "measured")
     device = vars(backend.BACKENDS[kind])
     assert {name for name in device if device[name] == math.inf} == device.keys() - {
         "name",
