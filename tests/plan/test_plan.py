@@ -86,7 +86,7 @@ def whitened(w, x):
 
 def test_table_ends_in_totals():
     plan = pg.explain(tagger, MOMENTS)(*tagger_args(16))
-    examples, operations, memory = str(plan).splitlines()[-3:]
+    examples, operations, memory = plan.text.splitlines()[-3:]
     assert examples == "16 examples, all at once, planned for cpu"
     assert operations.startswith("operations: ")
     assert operations.endswith(f"{plan.operations / plan.plain_operations:.2f} x jax.grad")
@@ -98,7 +98,7 @@ def test_table_of_one_scalar():
     plan = pg.explain(lambda w, x: jnp.mean(w * x), pg.Mean())(floats(), floats(4))
     (row,) = plan.rows
     assert (row.path, row.shape) == ("args[0]", ())
-    assert "args[0]    scalar  " in str(plan)
+    assert "args[0]    scalar  " in plan.text
 
 
 def test_shapes_are_as_good_as_arrays():
