@@ -117,7 +117,7 @@ def _panel(ax: Axes, title: str, cells: Sequence[str], look: dict[str, Any], is_
     else:
         ax.locator_params(axis="x", nbins=4)
         if ends and min(ends) < 0 < max(ends):
-            ax.axvline(0, color="#222222", lw=1.2, zorder=1)
+            ax.axvline(0, color="#888888", lw=0.9, zorder=1)
     if not math.isclose(ax.get_xlim()[0], ax.get_xlim()[1]):
         ax.margins(x=0.1)
     ax.set_ylim(len(cells) - 0.5, -0.5 - 0.4 * sheet.is_narrow(ax.figure))
