@@ -32,8 +32,11 @@ def preconditioned_adam(
     floor: Number | None = None,
     per: Per = "example",
 ) -> StatsTransformation:
-    """Adam on the plane of preconditioners.
+    """Adam that divides by the root of an average of a mu^2 + b sigma^2, for any weights a and b.
 
+    In every coordinate mu is the mean and sigma^2 the variance of the examples' gradients. By default a
+    is 1 and b is 1/B, which is Adam. a is `mean_square` and b is `variance`. These points (a, b) are the
+    plane of preconditioners. `micro_adam`, `micro_adam_var` and `micro_adam_msq` are points of it.
     `scale_by_preconditioner` describes the arguments that are not listed here.
 
     Args:

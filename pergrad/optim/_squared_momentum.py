@@ -69,7 +69,14 @@ def ada_momentum(
     weight_decay: Number = 0.0,
     mask: Mask = None,
 ) -> StatsTransformation:
-    """AdaMomentum: see `scale_by_squared_momentum`, and `preconditioned_adam` for the weight decay."""
+    """Adam that divides by the root of an average of its squared momentum (Wang et al. 2021).
+
+    It needs no statistic but the mean. `scale_by_squared_momentum` describes the average, and
+    `preconditioned_adam` the arguments `weight_decay` and `mask`.
+
+    >>> pg.optim.ada_momentum(1e-3).stats
+    {'mean': Mean()}
+    """
     return with_learning_rate(
         scale_by_squared_momentum(b1, b2, eps, mu_dtype), learning_rate, weight_decay, mask
     )
