@@ -122,7 +122,7 @@ def tuning(tuned: Mapping[str, sweep.Tuned], title: str = "Learning rates") -> r
         for name, own in tuned.items()
     }
     notes = {
-        name: f"chosen: {own.method.learning_rate:g}; diverged: {_diverged(own)}"
+        name: f"chosen: {own.method.learning_rate:g}\ndiverged: {_diverged(own)} runs"
         for name, own in tuned.items()
     }
     return report.Section(
