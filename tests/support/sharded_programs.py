@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pergrad as pg
-from pergrad._ir import backend
+from pergrad._ir import backend, shards
 from pergrad._strategies import streamed
 from tests.support import (
     oracle,
@@ -320,19 +320,22 @@ def check(drawn: Drawn) -> str:
 
 
 class _small_caches:
-    """Gradients are divided into blocks of a few columns, as if the cache of the device were small."""
+    """Gradients are divided into blocks of a few columns, as if the cache of the device were small.
+
+    So are the means that devices exchange.
+    """
 
     def __init__(self, name):
         self.name = name
 
     def __enter__(self):
-        self.old = backend.backend, streamed.LANES
+        self.old = backend.backend, streamed.LANES, shards.LARGEST_PIECE
         if self.name is not None:
             device = dataclasses.replace(backend.BACKENDS[self.name], cache_size=400)
-            backend.backend, streamed.LANES = lambda: device, 3
+            backend.backend, streamed.LANES, shards.LARGEST_PIECE = lambda: device, 3, 100
 
     def __exit__(self, *_):
-        backend.backend, streamed.LANES = self.old
+        backend.backend, streamed.LANES, shards.LARGEST_PIECE = self.old
 
 
 def main() -> None:
