@@ -33,7 +33,7 @@ from pergrad._ir import Devices, Shard, Weights, accumulation_dtype, weighted_su
 from pergrad._plan import Asked, Plan, Schedule, activations, describe, make_schedule
 from pergrad._run import Given, Shards, part_of_all, run, run_last, runs_alone, with_shares_of_kept
 from pergrad._statistics import Phase, Quantity
-from pergrad._trace import Program, trace, with_gathers
+from pergrad._trace import Program, trace, with_common_rounds, with_gathers
 
 
 class Call:
@@ -211,7 +211,7 @@ class Call:
         params = [_whole(x, shard) for x, shard in zip(self.params, self.shards, strict=True)]
         program = trace(self._one_example, params, [*example, *self.keys], self.request.has_aux)
         refuse_collectives(program.jaxpr, self.devices)
-        return program
+        return with_common_rounds(program, self.devices)
 
     def scheduled(
         self,

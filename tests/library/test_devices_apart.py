@@ -5,6 +5,8 @@ branches. A branch that only some devices take must not have one in which all of
 wait for each other for ever, and XLA ends the process.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,34 @@ def test_branches_of_the_loss(layout, size, microbatch_size):
     out = stats_on(layout, loss, stats, params(), batch, microbatch_size=microbatch_size)
     _, _, g = oracle.per_example(loss, (params(), batch))
     close(out, {"variance": oracle.variance(g), "norm": oracle.norm(g)}, rtol=1e-9)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+def test_rounds_of_the_loss(microbatch_size):
+    """The rounds of a loop in a loop over layers, and of random numbers, depend on the example."""
+
+    def loss(p, batch, key):
+        x = batch["x"][0] @ lax.stop_gradient(p["w"])
+
+        def layer(x, number):
+            start = x, batch["rounds"][0] + number
+            rolled = lax.while_loop(
+                lambda state: state[1] > 0, lambda s: (jnp.tanh(jnp.roll(s[0], 1)), s[1] - 1), start
+            )
+            return rolled[0], None
+
+        x, _ = lax.scan(layer, x, jnp.arange(2))
+        x = x + jax.random.poisson(key, 2.0, x.shape)
+        return jnp.sum(jnp.square(x @ p["u"] @ p["v"]))
+
+    args = params(), {"x": normal(5, 8, 8), "rounds": jnp.arange(8)}, jax.random.key(0)
+    make = functools.partial(pg.grad_stats, loss, [pg.Variance(), pg.Norm()], rng_argnums=2)
+    mesh = mesh_of(data=4, model=2)
+    p = jax.device_put(args[0], {k: NamedSharding(mesh, s) for k, s in LAYOUTS["tensor"].items()})
+    with jax.set_mesh(mesh):
+        options = {"spmd_axis_name": "data", "microbatch_size": microbatch_size}
+        out = jax.jit(make(**options))(p, *args[1:])
+    close(out, jax.jit(make())(*args), rtol=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["replicated", "both"])
