@@ -10,19 +10,22 @@ NAMES = [f"test_x[case{number}-{option}]" for number in range(200) for option in
 
 
 @pytest.mark.parametrize(
-    ("how_many", "is_long", "parts"),
+    ("length", "how_many", "parts"),
     [
-        ("all", True, 1),
-        ("all", False, 1),
-        ("some", True, 12),
-        ("some", False, 1),
-        ("few", True, 24),
-        ("few", False, 3),
+        ("longest", "all", 1),
+        ("longest", "some", 24),
+        ("longest", "few", 24),
+        ("long", "all", 1),
+        ("long", "some", 12),
+        ("long", "few", 24),
+        ("short", "all", 1),
+        ("short", "some", 1),
+        ("short", "few", 3),
     ],
 )
-def test_every_test_has_one_turn(how_many, is_long, parts):
+def test_every_test_has_one_turn(length, how_many, parts):
     turns = [
-        {name for name in NAMES if selection.runs(name, is_long, how_many, turn)}
+        {name for name in NAMES if selection.runs(name, length, how_many, turn)}
         for turn in range(selection.TURNS)
     ]
     assert all(turns[turn] == turns[turn % parts] for turn in range(selection.TURNS))
@@ -35,13 +38,13 @@ def test_every_test_has_one_turn(how_many, is_long, parts):
 def test_what_runs_seldom_runs_often_too():
     for turn in range(selection.TURNS):
         few, some = (
-            {name for name in NAMES if selection.runs(name, True, how_many, turn)}
+            {name for name in NAMES if selection.runs(name, "long", how_many, turn)}
             for how_many in ("few", "some")
         )
         assert few < some
 
 
-@pytest.mark.parametrize("file", sorted({*selection.SHORTENED, *groups.ONE_WORKER}))
+@pytest.mark.parametrize("file", sorted({*selection.SHORTENED, *selection.LONGEST, *groups.ONE_WORKER}))
 def test_lists_name_tests_that_are_there(file):
     tree = ast.parse((selection.TESTS / file).read_text())
     with_lists = {
@@ -50,7 +53,9 @@ def test_lists_name_tests_that_are_there(file):
         if isinstance(node, ast.FunctionDef)
         and any("parametrize" in ast.unparse(d) for d in node.decorator_list)
     }
-    assert selection.SHORTENED.get(file, set()) <= with_lists
+    of_file = [lists.get(file, set()) for lists in (selection.SHORTENED, selection.LONGEST)]
+    assert set.union(*of_file) <= with_lists
+    assert not set.intersection(*of_file)
 
 
 def test_groups():

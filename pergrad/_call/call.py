@@ -31,9 +31,9 @@ from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Shard, Weights, accumulation_dtype, weighted_sum
 from pergrad._plan import Asked, Plan, Schedule, activations, describe, make_schedule
-from pergrad._run import Given, Shards, part_of_all, run, run_last, with_shares_of_kept
+from pergrad._run import Given, Shards, part_of_all, run, run_last, runs_alone, with_shares_of_kept
 from pergrad._statistics import Phase, Quantity
-from pergrad._trace import Program, trace, with_gathers
+from pergrad._trace import Program, trace, with_common_rounds, with_gathers
 
 
 class Call:
@@ -157,7 +157,7 @@ class Call:
         cut, schedule = self._schedule(self._number_of(given.directions))
         shares = self._shares(weights)
         count = self._count(weights)
-        shards = Shards.of(self.shards, cut)
+        shards = Shards.of(self.shards, cut, self.devices)
         outcome = run(cut, schedule, self.params, self.examples(), shares, given, shards)
         if outcome.finite is not None:
             kept = jnp.where(outcome.finite, 1.0 if weights is None else weights, 0)
@@ -211,7 +211,7 @@ class Call:
         params = [_whole(x, shard) for x, shard in zip(self.params, self.shards, strict=True)]
         program = trace(self._one_example, params, [*example, *self.keys], self.request.has_aux)
         refuse_collectives(program.jaxpr, self.devices)
-        return program
+        return with_common_rounds(program, self.devices)
 
     def scheduled(
         self,
@@ -232,7 +232,8 @@ class Call:
             for own in self.wanted
             for s in own
         )
-        wanted = Wanted(tuple(in_parts), split, together=1 not in (microbatch_size, size))
+        alone = 1 in (microbatch_size, size) and runs_alone(program, self.devices)
+        wanted = Wanted(tuple(in_parts), split, together=not alone)
         cut = self._cut(program, wanted)
         check_positions(self.request.stats, cut, self.paths)
         asked = Asked(self.request.forced, self.request.drops, directions)

@@ -58,7 +58,9 @@ def devices_of(mesh: AbstractMesh, axes: tuple[str, ...], size: int) -> Devices:
             f"spmd_axis_name={_shown(axes)}: {size} examples cannot be divided among {number} devices. "
             f"Add {missing} to the batch, any will do, with example_weights of 0."
         )
-    return Devices(axes, number)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    others = [axis for axis in mesh.axis_names if axis not in axes and types[axis] != AxisType.Manual]
+    return Devices(axes, number, are_teams=math.prod(mesh.shape[axis] for axis in others) > 1)
 
 
 def shards_of(call: Call, mesh: AbstractMesh, devices: Devices) -> list[Shard]:

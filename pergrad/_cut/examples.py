@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from pergrad._ir import Weights, total
+from pergrad._ir import Devices, Weights, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Examples:
     `here` and `others` matter for inner products of pairs. Each has the place of a first example and a
     number of examples. Inner products are wanted of the examples `here`, such as those of this device,
     with the examples `others`. None means all examples.
+
+    `devices` are those that share the batch.
     """
 
     size: int
@@ -30,6 +32,7 @@ class Examples:
     constants: list[jax.Array]
     here: tuple[Any, int] | None = None
     others: tuple[Any, int] | None = None
+    devices: Devices = dataclasses.field(default_factory=Devices)
 
     def those_here(self, x: jax.Array) -> jax.Array:
         """The rows of an array [size, ...] that belong to the examples `here`."""

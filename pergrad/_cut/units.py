@@ -237,7 +237,8 @@ class _Groups(Units):
         else:
             weights, shares = w * k, jnp.full((size, k), 1 / k)
         factors = [x.reshape(size, k, *x.shape[1:]) for x in examples.factors]
-        return Examples(size, weights, *self.cut.run(self.tail, [shares, *factors], examples.constants))
+        factors, constants = self.cut.run(self.tail, [shares, *factors], examples.constants)
+        return Examples(size, weights, factors, constants, devices=examples.devices)
 
 
 def _groups(tail: Tail, k: int) -> list[Units]:
@@ -276,7 +277,8 @@ class _Contributions(Units):
         parts = [x for term in self.terms for x in term.split(env)]
         parts = [x.reshape(examples.size * n, *x.shape[2:]) for x in parts]
         factors, constants = self.cut.run(self.tail, parts, examples.constants)
-        return Examples(examples.size * n, w / self.total, factors, constants)
+        size, devices = examples.size * n, examples.devices
+        return Examples(size, w / self.total, factors, constants, devices=devices)
 
 
 def _contributions(tail: Tail, place: int, term: Term) -> Units:

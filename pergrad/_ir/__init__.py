@@ -22,6 +22,7 @@ from pergrad._ir.dependence import is_in as is_in
 from pergrad._ir.dependence import needed_equations as needed_equations
 from pergrad._ir.dependence import needed_places as needed_places
 from pergrad._ir.dependence import readers_of as readers_of
+from pergrad._ir.dependence import takes_branches_by as takes_branches_by
 from pergrad._ir.dependence import variables as variables
 from pergrad._ir.devices import Devices as Devices
 from pergrad._ir.equations import Env as Env

@@ -56,6 +56,24 @@ def dependents(eqns: Iterable[JaxprEqn], sources: Iterable[Var], *, inside: bool
 RUNNING_BRANCHES = those_that_are(Is.RUNS_BRANCHES)
 
 
+def takes_branches_by(eqns: Sequence[JaxprEqn], sources: Iterable[Var]) -> bool:
+    """Whether a conditional takes its branch by one of the variables `sources`, also inside of loops."""
+    reached = dependents(eqns, sources)
+    for eqn in eqns:
+        depends = [is_in(v, reached) for v in eqn.invars]
+        loop = Loop.of(eqn)
+        if loop is not None:
+            if takes_branches_by(loop.body.jaxpr.eqns, dependent_inputs(loop, depends)):
+                return True
+        elif eqn.primitive in RUNNING_BRANCHES:
+            for program in programs(eqn):
+                before = len(depends) - len(program.invars)
+                own = itertools.compress(program.invars, depends[before:])
+                if any(depends[:before]) or takes_branches_by(program.eqns, own):
+                    return True
+    return False
+
+
 def _results_of(eqn: JaxprEqn, chosen: Iterable[bool]) -> set[Var]:
     return set(itertools.compress(eqn.outvars, chosen))
 

@@ -19,11 +19,21 @@ from jax import lax
 class Devices:
     """The devices along the mesh axes `axes`, `number` of them. Every one of them calls the methods.
 
-    `axes` is empty for a single device.
+    `axes` is empty for a single device. If the mesh has further axes, each of these devices is a team of
+    several (`are_teams`), and XLA divides the work of a team along the further axes.
     """
 
     axes: tuple[str, ...] = ()
     number: int = 1
+    are_teams: bool = False
+
+    def any_team(self, condition: jax.Array) -> jax.Array:
+        """What a branch is taken by, in place of the device's own `condition`, which is one truth value.
+
+        XLA adds collectives to what a team does, and all teams must meet in some of them. So a branch
+        that one team needs is taken by all.
+        """
+        return lax.psum(condition.astype("int32"), self.axes) > 0 if self.are_teams else condition
 
     def add(self, x: jax.Array) -> jax.Array:
         """The sum of the devices' `x`."""

@@ -20,9 +20,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pergrad._ir.devices import Devices
+
+LARGEST_PIECE = 2**21  # entries of an array that devices exchange at a time
 
 
 def names_in(entry: Any) -> tuple[str, ...]:
@@ -67,6 +70,30 @@ class Division(NamedTuple):
     def exchange(self, x: jax.Array) -> jax.Array:
         """This device's part of every device's whole array `x`, one behind the other: [number, ...]."""
         return lax.all_to_all(x[None], self.axes, split_axis=self.dim + 1, concat_axis=0, tiled=True)
+
+    def in_pieces(
+        self, of_piece: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """What `of_piece` makes of whole arrays, which is this device's part of each result.
+
+        Large arrays are handed over in pieces, one after the other, so that `of_piece` needs memory for
+        one piece. With n parts of d columns, a piece has some of the d columns of every part.
+        """
+        shape = arrays[0].shape
+        before, own, after = shape[: self.dim], shape[self.dim] // self.number, shape[self.dim + 1 :]
+        fitting = (k for k in range(1, own) if own % k == 0 and math.prod(shape) <= k * LARGEST_PIECE)
+        number = next(fitting, own)
+        if number <= 1:
+            return of_piece(*arrays)
+        length = own // number
+
+        def piece(k: jax.Array) -> tuple[jax.Array, ...]:
+            parts = (x.reshape(*before, self.number, own, *after) for x in arrays)
+            cut = (lax.dynamic_slice_in_dim(x, k * length, length, self.dim + 1) for x in parts)
+            return of_piece(*(x.reshape(*before, self.number * length, *after) for x in cut))
+
+        made = lax.map(piece, jnp.arange(number))
+        return tuple(jnp.moveaxis(x, 0, self.dim).reshape(*before, own, *after) for x in made)
 
 
 @dataclasses.dataclass(frozen=True)

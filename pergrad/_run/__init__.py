@@ -13,5 +13,6 @@ from pergrad._run.last import run_last as run_last
 from pergrad._run.last import with_shares_of_kept as with_shares_of_kept
 from pergrad._run.microbatches import Given as Given
 from pergrad._run.microbatches import run as run
+from pergrad._run.microbatches import runs_alone as runs_alone
 from pergrad._run.shards import Shards as Shards
 from pergrad._run.states import States as States

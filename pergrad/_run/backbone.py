@@ -48,13 +48,13 @@ class InLoops:
 
 
 def reducers_in_loops(
-    schedule: Schedule, size: int, shared: float | None, shards: Shards
+    schedule: Schedule, alone: bool, shared: float | None, shards: Shards
 ) -> dict[int, Reducer]:
-    """The reducers of all tails in loops, for `size` examples at once.
+    """The reducers of all tails in loops, for one example `alone`, without `vmap`, or for a batch.
 
     `shared` is the weight of every example, or None if each example has its own.
     """
-    make = _reducer_of_one if size == 1 else _reducer
+    make = _reducer_of_one if alone else _reducer
     return {t.tail.number: make(schedule, t, shared, shards) for t in schedule.tails if t.tail.levels}
 
 
@@ -157,7 +157,8 @@ def _reducer(schedule: Schedule, t: TailPlan, shared: float | None, shards: Shar
         directions: States,
     ) -> tuple[States, Any]:
         factors = [with_example_axis(x, b, size) for x, b in zip(factors, batched[1], strict=True)]
-        examples = Examples(size, w if shared is None else shared, factors, constants)
+        own = w if shared is None else shared
+        examples = Examples(size, own, factors, constants, devices=shards.devices)
         results = _reduced(schedule, t, examples, states, directions, shards)
         has_axis = {
             key: jax.tree.map(lambda _, s=key[1]: not s.accumulates, x) for key, x in results.items()
@@ -174,7 +175,8 @@ def _reducer_of_one(schedule: Schedule, t: TailPlan, shared: float | None, shard
         w: Any, factors: list[Any], constants: list[Any], states: States, directions: States
     ) -> States:
         in_front = [jnp.expand_dims(x, 0) for x in factors]
-        examples = Examples(1, w[None] if shared is None else shared, in_front, constants)
+        own = w[None] if shared is None else shared
+        examples = Examples(1, own, in_front, constants, devices=shards.devices)
         results = _reduced(schedule, t, examples, states, directions, shards)
         return results.accumulators | {key: x[0] for key, x in results.per_example.items()}
 

@@ -52,7 +52,8 @@ def _finite_gradients(reduction: Reduction, matters: jax.Array, read: States) ->
         return lax.map(of_one, factors) if factors else jnp.broadcast_to(of_one([]), known.shape)
 
     factors = [lax.stop_gradient(x) for x in examples.factors]
-    return lax.cond(jnp.any(matters & ~known), look, lambda _: known, factors)
+    unknown = examples.devices.any_team(jnp.any(matters & ~known))
+    return lax.cond(unknown, look, lambda _: known, factors)
 
 
 def _largest_square(square: jax.Array, dtype: Any) -> float:

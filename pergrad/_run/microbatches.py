@@ -9,6 +9,10 @@ every accumulator waits for the norms.
 A `lax.scan` runs all microbatches and hands the states on from one to the next. A batch or microbatch of
 one example runs without `vmap`, because an axis of length 1 in front would only be in XLA's way. If
 several devices share the batch, each device runs its own examples.
+
+Under `vmap` a conditional whose branch depends on the example runs all branches. Without it only one
+runs, and on another device another one. That must not happen if XLA divides the work of each device
+along further axes of the mesh, since then a branch may have collectives in which all devices meet.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from jax import lax
 
 from pergrad._compat import aval
 from pergrad._cut import Cut, Examples
-from pergrad._ir import Weights, read
+from pergrad._ir import Devices, Weights, read, takes_branches_by
 from pergrad._plan import Schedule
 from pergrad._run.backbone import InLoops, reducers_in_loops, run_program
 from pergrad._run.by_norm import means_by_norm
@@ -33,6 +37,7 @@ from pergrad._run.reduce import Reduction, empty_states
 from pergrad._run.shards import Shards
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, Phase
+from pergrad._trace import Program
 
 SCOPE = "pergrad"  # the named scope of a run, which has a scope for the backbone and for each tail
 
@@ -114,6 +119,11 @@ def run(
     return out._replace(states=states | out.states)
 
 
+def runs_alone(program: Program, devices: Devices) -> bool:
+    """Whether a single example runs without `vmap`."""
+    return not (devices.are_teams and takes_branches_by(program.jaxpr.eqns, program.example))
+
+
 def _starting_states(schedule: Schedule, shards: Shards) -> States:
     """Empty states for all accumulators if a loop over microbatches carries them.
 
@@ -172,7 +182,7 @@ class _Microbatch(NamedTuple):
         reductions = [
             Reduction(
                 schedule.tails[tail.number],
-                Examples(size, w, factors, constants),
+                Examples(size, w, factors, constants, devices=self.shards.devices),
                 self.shards.gathered(self.directions, tail),
                 schedule.paths,
                 weighed,
@@ -209,7 +219,8 @@ class _Microbatch(NamedTuple):
         """Losses, leaves of aux, results of tails in loops, and factors and constants of other tails."""
         cut, program, size = self.cut, self.cut.program, examples[0].shape[0]
         shared = None if isinstance(w, jax.Array) else w
-        reducers = reducers_in_loops(self.schedule, size, shared, self.shards)
+        alone = size == 1 and runs_alone(program, self.shards.devices)
+        reducers = reducers_in_loops(self.schedule, alone, shared, self.shards)
 
         def one(example: Sequence[Any], w: jax.Array) -> tuple[Any, Any]:
             env = program.starting_env(self.params, example, start)
@@ -222,7 +233,7 @@ class _Microbatch(NamedTuple):
             return own, (results.accumulators, constants)
 
         with jax.named_scope("backbone"):
-            if size == 1:
+            if alone:
                 own, shared_by_all = one([x[0] for x in examples], own_weights[0])
                 own = jax.tree.map(lambda x: jnp.expand_dims(x, 0), own)
             else:

@@ -18,7 +18,7 @@ from jax.extend.core import primitives
 
 from pergrad._compat import aval
 from pergrad._cut import Cut, Tail
-from pergrad._ir import Shard
+from pergrad._ir import Devices, Shard
 from pergrad._run.states import Key, States
 from pergrad._statistics import Accumulator, LeafStatistic
 
@@ -29,19 +29,22 @@ class Shards:
 
     `params` has the shards of all parameters that are divided, by the parameter's number. `grads` has
     that of the parameter's gradient where its tail stands, for all gradients that are divided there.
+    `devices` are those that share the batch.
     """
 
     params: Mapping[int, Shard] = dataclasses.field(default_factory=dict)
     grads: Mapping[int, Shard] = dataclasses.field(default_factory=dict)
+    devices: Devices = dataclasses.field(default_factory=Devices)
 
     @staticmethod
-    def of(params: Sequence[Shard], cut: Cut) -> Shards:
+    def of(params: Sequence[Shard], cut: Cut, devices: Devices) -> Shards:
         """The shards of the gradients that the tails of `cut` make."""
         divided = [(param, tail) for tail in cut.all_tails() for param in tail.params]
         inside = {param: _inside(tail, param, params[param]) for param, tail in divided}
         return Shards(
             {param: shard for param, shard in enumerate(params) if not shard.is_whole},
             {param: shard for param, shard in inside.items() if shard is not None},
+            devices,
         )
 
     def divides(self, param: int, statistic: LeafStatistic) -> bool:

@@ -309,11 +309,18 @@ class Variance(Accumulator):
         # of their means, so that each device has those [n, ...] of its own shard.
         for division in shard.divisions:
             s, mean_s, m2_s = state
-            shares, means = lax.all_gather(s, division.axes), division.exchange(mean_s)
+            shares = lax.all_gather(s, division.axes)
             share = jnp.sum(shares)
-            mean = mean_of(weighted_sum(means, shares), share)
-            m2 = division.add(m2_s) + weighted_sum(jnp.square(means - mean[None]), shares)
-            state = share, mean, m2
+
+            def merged(
+                mean_s: jax.Array, m2_s: jax.Array, division=division, shares=shares, share=share
+            ) -> tuple[jax.Array, jax.Array]:
+                means = division.exchange(mean_s)
+                mean = mean_of(weighted_sum(means, shares), share)
+                between = weighted_sum(jnp.square(means - mean[None]), shares)
+                return mean, division.add(m2_s) + between
+
+            state = share, *division.in_pieces(merged, mean_s, m2_s)
         if not shard.others.axes:
             return state
         share, mean, m2 = self.part_of_all(state, shard.others)

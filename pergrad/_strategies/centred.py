@@ -89,9 +89,9 @@ class Centred(Strategy):
             squares = sum_of_phi(tail, SQUARES, examples, in_full=True)
             m2 = squares - share * jnp.square(mean)
             m2 = lax.cond(
-                jnp.all(squares <= MOST_LOST * m2),  # not so if one of them is NaN
-                lambda: m2,
+                examples.devices.any_team(~jnp.all(squares <= MOST_LOST * m2)),  # so if one is NaN
                 lambda: _squares_around(mean, tail, examples),
+                lambda: m2,
             )
         return [job.from_quantity((share, mean, m2)) for job in jobs]
 

@@ -234,6 +234,10 @@ class _LookedUp:
 
     def _centred(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         mean = self.sums[PLAIN_MEAN] / jnp.maximum(self.n, jnp.finfo(self.dtype).tiny)
+        if self.examples.devices.axes:
+            # The mean takes the place of the sum. Otherwise XLA would make the squares of the mean, too,
+            # while the sum is still there, and on many devices whole tables are what takes most memory.
+            mean = lax.optimization_barrier(mean)
         m2 = _squares_around(mean, self.table, self.rows, self.examples.weights, self.n)
         z = 0 if self.of_nothing is None else self.of_nothing
         return self.n, self.moved(mean) + z, self.moved(m2) + z
@@ -295,8 +299,9 @@ def _pairs(lookup: Lookup, rows: Rows, examples: Examples) -> jax.Array:
 
 
 def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: jax.Array) -> jax.Array:
+    # Rows of length 1 stand for `first`, so that no further table as large as the mean is made.
     first = rows.first.reshape(*rows.first.shape, *(1,) * (rows.values.ndim - 2))
-    first = jnp.broadcast_to(first, rows.values.shape).astype(rows.values.dtype)
+    first = first.astype(rows.values.dtype)
     is_there = jnp.not_equal(w, 0).astype(first.dtype) if isinstance(w, jax.Array) else 1.0
     apart = first * jnp.square(rows.values - lookup.at(mean, rows.keys))
     columns = weigh(apart, w), weigh(first, w), weigh(first, is_there)

@@ -8,6 +8,7 @@ The compiler is in an extra package (`pip install "pergrad[tpu-aot]"`); without 
 skipped. `make test-tpu` installs it and runs them.
 """
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -38,13 +39,20 @@ def test_cost(name: str) -> None:
 
 
 def test_sharded_parameters() -> None:
-    """On four chips one layer is gathered at a time, and nothing with an example axis."""
+    """On four chips one layer is gathered at a time, and nothing with an example axis.
+
+    No axis of a parameter is divisible by the number of examples or of tokens that a chip has.
+    """
     with pages.jax_as_for_users():
         compilers.use("tpu:v5e")
-        model = sharded.MODELS["3M"]
-        needs = sharded.build(sharded.place(model, "v5e:2x2"), "moments")
-    largest = needs.largest_gathered
-    assert largest is not None
-    assert largest.elements <= max(4 * model.width, model.vocab) * model.width
+        model = dataclasses.replace(sharded.MODELS["3M"], batch=36, length=72)
+        placed = sharded.place(model, "v5e:2x2")
+        plain, needs = (sharded.build(placed, name) for name in (sharded.GRAD, "moments"))
+    assert needs.gathered
+    assert all(sharded.is_of_a_parameter(array, placed) for array in needs.gathered), needs.gathered
+    assert needs.gathered[0].elements <= max(4 * model.width, model.vocab) * model.width
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(guards.arguments(model)[0]))
     assert needs.result_bytes <= 1.1 * 2 * whole / 4  # two statistics, in four shards
+    assert needs.temp_bytes <= 1.1 * plain.temp_bytes + needs.result_bytes
+    assert needs.sent_bytes <= 2 * plain.sent_bytes
+    assert needs.async_bytes > 0

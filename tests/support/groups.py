@@ -8,7 +8,9 @@ from tests.support.every_case import CASE
 # process.
 ONE_WORKER = {
     "library/test_devices.py",
+    "library/test_devices_apart.py",
     "library/test_sharded_parameters.py",
+    "library/test_sharded_programs.py",
     "library/test_varying.py",
     "lab/compare/test_sweep.py",
     "lab/pages/test_gather.py",

@@ -3,13 +3,13 @@
 Everything that runs everywhere would take too long, so that tests with long lists of parameters take
 turns. A checksum of its parameters gives every test a number from 0 to 23, so that tests of the same
 case have the same number and share what is made for it. Every run has its turn, a number from 0 to 23,
-too, which changes from commit to commit:
+too, which changes from commit to commit. A test runs if its number is the turn's, both modulo a number
+of parts, which depends on the list:
 
-    PERGRAD_TESTS   a list in SHORTENED                         another list of parameters
-    all             all of it                                   all of it
-    some            a twelfth: the number is the turn's,        all of it
-                    both modulo 12
-    few             a twenty-fourth: the number is the turn's   a third: both modulo 3
+    PERGRAD_TESTS   a list in LONGEST   one in SHORTENED   another list of parameters
+    all             all of it           all of it          all of it
+    some            a 24th              a twelfth          all of it
+    few             a 24th              a 24th             a third
 
 `some` is what runs without that variable. PERGRAD_TURN sets the turn. A test that is named on the
 command line (`file.py::test`) runs in any turn.
@@ -58,9 +58,28 @@ SHORTENED = {
         "test_gradients_in_blocks",
         "test_with_and_without_a_step",
     },
-    "library/test_devices.py": {"test_every_statistic"},
-    "library/test_sharded_parameters.py": {"test_case", "test_every_statistic"},
-    "library/test_varying.py": {"test_case"},
+    "library/test_devices.py": {
+        "test_every_statistic",
+        "test_models",
+        "test_two_axes_and_any_strategy",
+        "test_examples_that_fail_are_dropped",
+        "test_only_finished_statistics_travel",
+        "test_work_falls_with_the_number_of_devices",
+        "test_keys_that_are_unsafe_to_map",
+        "test_mesh_of_the_arguments",
+        "test_in_a_shard_map_of_the_user",
+        "test_combining",
+    },
+    "library/test_sharded_parameters.py": {
+        "test_every_statistic",
+        "test_two_axes",
+        "test_layers",
+        "test_several_directions_of_layers",
+        "test_layers_that_leave_their_loop",
+        "test_examples_that_fail_are_dropped",
+        "test_blocks",
+    },
+    "library/test_varying.py": {"test_every_statistic"},
     "library/test_frameworks.py": {"test_model_meets_the_oracle"},
     "library/test_nonfinite.py": {"test_dropped", "test_a_large_gradient_is_not_dropped"},
     "library/test_integrations.py": {
@@ -122,15 +141,36 @@ SHORTENED = {
     "test_project.py": {"test_page"},
 }
 
+# Longer ones, of which each test takes a process with eight devices several seconds.
+LONGEST = {
+    "library/test_sharded_parameters.py": {"test_case"},
+    "library/test_varying.py": {"test_case"},
+}
+
+# Into how many parts a list is divided, of which one runs.
+PARTS = {
+    "longest": {"all": 1, "some": TURNS, "few": TURNS},
+    "long": {"all": 1, "some": 12, "few": 24},
+    "short": {"all": 1, "some": 1, "few": 3},
+}
+
 
 def file_of(item: Any) -> str:
     """The file of a test, below `tests`."""
     return Path(os.path.relpath(item.path, TESTS)).as_posix()
 
 
-def runs(name: str, is_long: bool, how_many: str, turn: int) -> bool:
+def length_of(item: Any) -> str:
+    """How long the list of parameters of a test is."""
+    file, name = file_of(item), item.originalname
+    if name in LONGEST.get(file, ()):
+        return "longest"
+    return "long" if name in SHORTENED.get(file, ()) else "short"
+
+
+def runs(name: str, length: str, how_many: str, turn: int) -> bool:
     """Whether the test of this name, one of a list of parameters, has its turn."""
-    parts = {"all": 1, "some": 12 if is_long else 1, "few": TURNS if is_long else 3}[how_many]
+    parts = PARTS[length][how_many]
     parameters = name.partition("[")[2]
     return zlib.crc32(parameters.encode()) % parts == turn % parts
 
@@ -141,7 +181,7 @@ def chosen(items: Sequence[Any]) -> list[Any]:
         item
         for item in items
         if item.name == item.originalname  # it has no parameters
-        or runs(item.name, item.originalname in SHORTENED.get(file_of(item), ()), HOW_MANY, TURN)
+        or runs(item.name, length_of(item), HOW_MANY, TURN)
     ]
 
 

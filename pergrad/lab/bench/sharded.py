@@ -7,16 +7,21 @@ chips that need not be there. The mesh has an axis for each dimension of the tor
 The batch is divided along all axes. So are the parameters and their statistics with `--layout fsdp`.
 With `--layout tensor` the last axis divides the parameters, and not the batch. For `jax.grad` and for
 each set of statistics a line says how much temporary memory a chip needs, how large its shard of the
-results is, and which is the largest array that is gathered. Nothing runs.
+results is, how many bytes it sends to others, and which is the largest array that is gathered. Nothing
+runs. With `--json docs/devices.json` the figures go into a file, from which `--table` makes the tables
+of docs/devices.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.metadata
+import json
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
@@ -27,7 +32,8 @@ from jax.sharding import PartitionSpec as P
 
 import pergrad as pg
 from pergrad.lab.bench import compilers
-from pergrad.lab.bench.compiled.hlo import ARRAY, Array
+from pergrad.lab.bench.compiled.hlo import Array
+from pergrad.lab.bench.compiled.wires import collectives
 from pergrad.lab.bench.models import Transformer
 
 # Sequences for each of 16 chips: two of the smaller model, one of the larger. The largest has one for
@@ -67,11 +73,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a compiled program needs on each chip, in bytes, and the largest array that it gathers."""
+    """What a compiled program needs on each chip, in bytes.
+
+    `sent_bytes` are those that a chip sends to others, `async_bytes` those of them that it sends beside
+    other work. `gathered` has the arrays that are gathered, the largest first.
+    """
 
     temp_bytes: int
     result_bytes: int
-    largest_gathered: Array | None
+    sent_bytes: float
+    async_bytes: float
+    gathered: tuple[Array, ...]
 
 
 def place(model: Transformer, topology: str, layout: Layout = "fsdp") -> Placed:
@@ -124,23 +136,103 @@ def build(placed: Placed, name: str) -> Needs:
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory is not None
-    gathered = arrays_made_by("all-gather", compiled.as_text() or "")
+    sent = collectives(compiled.as_text() or "")
+    gathered = {array for one in sent if one.kind == "all-gather" for array in one.arrays}
     return Needs(
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
-        max(gathered, key=lambda array: array.bytes, default=None),
+        sum(one.bytes for one in sent),
+        sum(one.bytes for one in sent if one.is_async),
+        tuple(sorted(gathered, key=lambda array: -array.bytes)),
     )
 
 
-def arrays_made_by(opcode: str, text: str) -> list[Array]:
-    """The arrays that the instructions of this opcode, or their starts, make in a compiled program."""
-    found = re.compile(rf" = (.*?) {opcode}(?:-start)?\(")
-    made = (match[1] for match in map(found.search, text.splitlines()) if match)
-    return [
-        Array(kind, tuple(int(n) for n in sizes.split(",") if n), 0)
-        for shape in made
-        for kind, sizes, _ in ARRAY.findall(shape)
+def is_of_a_parameter(array: Array, placed: Placed) -> bool:
+    """Whether an array may be a parameter, a layer of a stack, or a part of these.
+
+    Then it has as many axes, without those of length 1, each of which divides the parameter's.
+    """
+    sizes = [size for size in array.sizes if size > 1]
+    for path, x in jax.tree_util.tree_leaves_with_path(placed.params):
+        whole = list(x.shape[1:] if "blocks" in jax.tree_util.keystr(path) else x.shape)
+        if len(whole) == len(sizes) and all(n % k == 0 for n, k in zip(whole, sizes, strict=True)):
+            return True
+    return False
+
+
+Row = Mapping[str, Any]
+
+
+def row_of(model: str, topology: str, layout: str, stats: str, batch: int, needs: Needs) -> Row:
+    """The figures of a compiled program, as they are kept in a file."""
+    largest = next(iter(needs.gathered), None)
+    return {
+        "model": model,
+        "topology": topology,
+        "layout": layout,
+        "stats": stats,
+        "batch": batch,
+        "temp_bytes": needs.temp_bytes,
+        "result_bytes": needs.result_bytes,
+        "sent_bytes": round(needs.sent_bytes),
+        "async_bytes": round(needs.async_bytes),
+        "largest_gathered": "nothing" if largest is None else f"{largest.kind}{list(largest.sizes)}",
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
+    }
+
+
+KEY = ("model", "topology", "layout", "batch", "stats")
+
+
+def keep(path: Path, new: Row) -> None:
+    """Writes a row into the file, in the place of an older one for the same program."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    others = [row for row in rows if any(row[key] != new[key] for key in KEY)]
+    rows = sorted([*others, new], key=lambda row: [str(row[key]) for key in KEY])
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The figures beside those of `jax.grad`, as a table in Markdown: memory, and bytes on the wire."""
+    lines = [
+        "| parameters | tokens a chip | chips | layout | statistics | temporary memory, `jax.grad` "
+        "| pergrad | its results | sent, `jax.grad` | pergrad | beside other work |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    plain = {tuple(row[key] for key in KEY[:-1]): row for row in rows if row["stats"] == GRAD}
+    order = {name: number for number, name in enumerate(MODELS)}
+    for row in sorted(rows, key=lambda row: (order[row["model"]], _chips(row), row["layout"])):
+        beside = plain.get(tuple(row[key] for key in KEY[:-1]))
+        if row["stats"] == GRAD or beside is None:
+            continue
+        share = row["async_bytes"] / max(row["sent_bytes"], 1)
+        chip, _, sizes = row["topology"].partition(":")
+        cells = [
+            row["model"],
+            f"{_examples(row)} x {MODELS[row['model']].length}",
+            f"{chip}, {sizes.replace('x', ' x ')}",
+            f"`{row['layout']}`",
+            row["stats"],
+            *(_megabytes(x) for x in (beside["temp_bytes"], row["temp_bytes"], row["result_bytes"])),
+            *(_megabytes(x) for x in (beside["sent_bytes"], row["sent_bytes"])),
+            f"{share:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _chips(row: Row) -> int:
+    return math.prod(int(size) for size in row["topology"].partition(":")[2].split("x"))
+
+
+def _examples(row: Row) -> int:
+    """The examples of each chip; chips along the axis of `tensor` share theirs."""
+    shared = int(row["topology"].rpartition("x")[2]) if row["layout"] == "tensor" else 1
+    return row["batch"] * shared // _chips(row)
+
+
+def _megabytes(number: float) -> str:
+    return f"{number / 1e6:.0f} MB"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -149,19 +241,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--layout", choices=get_args(Layout), default="fsdp")
     parser.add_argument("--stats", nargs="+", choices=[GRAD, *STATS], default=[GRAD, "moments"])
+    parser.add_argument("--batch", type=int, help="sequences on all chips together")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--table", type=Path, help="print the table of such a file, and do nothing else")
     options = parser.parse_args(arguments)
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())))
+        return
     compilers.use("tpu:v5e")  # the same compiler for all TPUs
-    placed = place(MODELS[options.model], options.topology, options.layout)
+    model = MODELS[options.model]
+    model = dataclasses.replace(model, batch=options.batch or model.batch)
+    placed = place(model, options.topology, options.layout)
     for name in options.stats:
         needs = build(placed, name)
-        array = needs.largest_gathered
-        largest = "nothing" if array is None else f"{array.kind}{list(array.sizes)}"
+        row = row_of(options.model, options.topology, options.layout, name, model.batch, needs)
         print(
             f"{options.model} {options.topology} {options.layout} {name}: "
-            f"{needs.temp_bytes / 1e6:.0f} MB temporary, {needs.result_bytes / 1e6:.0f} MB of results, "
-            f"gathers {largest} at most",
+            f"{_megabytes(needs.temp_bytes)} temporary, {_megabytes(needs.result_bytes)} of results, "
+            f"sends {_megabytes(needs.sent_bytes)}, {_megabytes(needs.async_bytes)} of them beside "
+            f"other work, gathers {row['largest_gathered']} at most",
             flush=True,
         )
+        if options.json is not None:
+            keep(options.json, row)
 
 
 if __name__ == "__main__":

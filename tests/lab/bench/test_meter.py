@@ -17,7 +17,7 @@ from rich.console import Console
 
 import pergrad as pg
 from pergrad.lab import cli, timing
-from pergrad.lab.bench import cases, compilers, run, tables, target, tasks
+from pergrad.lab.bench import cases, compilers, rates, run, tables, target, tasks
 from pergrad.lab.bench.compiled.chips import CHIPS, TPUS
 from pergrad.lab.bench.models import MLP
 from pergrad.lab.bench.operations import called
@@ -281,3 +281,12 @@ def test_a_loss_of_ones_own():
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(workload.params))
     with pytest.raises(LabError, match="mlpp"):
         cases.abstract("mlpp")
+
+
+@needs_compiler
+def test_rates_of_the_plan_are_those_of_the_compiler():
+    """`pergrad bench --rates --target`, beside the file of the package, in the file's three digits."""
+    compilers.use("tpu:v5e")
+    known = rates.of_package()["tpu:v5e"]["rates"]
+    for name, value in rates.compiled("tpu:v5e").items():
+        assert value == pytest.approx(known[name], rel=0.01)

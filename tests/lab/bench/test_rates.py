@@ -9,6 +9,7 @@ import pytest
 from pergrad._ir import backend
 from pergrad.lab import cli
 from pergrad.lab.bench import price, rates
+from pergrad.lab.errors import LabError
 from pergrad.lab.run import records
 from tests.support import pages
 
@@ -80,6 +81,24 @@ def test_other_devices_keep_their_rates():
     others = known.keys() - {jax.default_backend()}
     assert found.keys() == known.keys() and others
     assert all(found[kind] == known[kind] for kind in others)
+
+
+def test_rates_of_a_compiler_take_the_place_of_those_of_its_chip():
+    known = rates.of_package()
+    found = dict.fromkeys(rates.BY_COMPILER, 1.0)
+    written = rates.with_compiled(known, found, "tpu:v6e")
+    assert {name: entry for name, entry in written.items() if name != "tpu:v6e"} == {
+        name: entry for name, entry in known.items() if name != "tpu:v6e"
+    }
+    device = vars(backend.read_rates(json.dumps(written))["tpu:v6e"])
+    before = vars(backend.BACKENDS["tpu:v6e"])
+    assert {name for name in device if device[name] != before[name]} == found.keys()
+    assert written["tpu:v6e"]["source"] == "compiled"
+
+
+def test_a_compiler_without_estimates_has_no_rates():
+    with pytest.raises(LabError, match="gpu:h100 makes no estimates of time"):
+        rates.compiled("gpu:h100", SMALL)
 
 
 def test_rates_take_no_models(capfd):
