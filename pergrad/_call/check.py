@@ -65,8 +65,14 @@ def check(
       rtol: how far the two gradients may be apart, relative to the size of the examples' gradients. The
         default allows for rounding: about 1e-4 in float32, and 5e-2 if some of the model computes in
         bfloat16, whatever dtype the parameters have.
-      batch_argnums, shared_argnums, has_aux, keep_batch_dim, microbatch_size, spmd_axis_name,
-        param_specs, strategy: as for `value_and_stats`.
+      batch_argnums: as for `value_and_stats`.
+      shared_argnums: as for `value_and_stats`.
+      has_aux: as for `value_and_stats`.
+      keep_batch_dim: as for `value_and_stats`.
+      microbatch_size: as for `value_and_stats`.
+      spmd_axis_name: as for `value_and_stats`.
+      param_specs: as for `value_and_stats`.
+      strategy: as for `value_and_stats`.
       rng_argnums: must be empty, because the batch and its single examples would draw different random
         numbers. Check the loss without its randomness, and name the keys, which it then does not use, in
         `shared_argnums`.

@@ -68,9 +68,13 @@ def gram(
       centre: whether gradients are centred: `<g_i - mean_a, g_j - mean_b>`, with the mean of each set.
         The means of the rows and the columns are taken away from the finished matrix. The error of that
         is relative to the largest inner product before.
-      argnums, batch_argnums, has_aux, keep_batch_dim, rng_argnums, shared_argnums: as in
-        `value_and_stats`. `aux` is dropped. Example i of A gets `jax.random.split(key, A)[i]`, and
-        example j of B gets `jax.random.split(key, B)[j]`.
+      argnums: as in `value_and_stats`.
+      batch_argnums: as in `value_and_stats`.
+      has_aux: as in `value_and_stats`. `aux` is dropped.
+      keep_batch_dim: as in `value_and_stats`.
+      rng_argnums: as in `value_and_stats`. Example i of A gets `jax.random.split(key, A)[i]`, and example
+        j of B gets `jax.random.split(key, B)[j]`.
+      shared_argnums: as in `value_and_stats`.
       microbatch_size: how many examples of each set make up a block: `"auto"` for as many as fit into a
         tenth of the device's memory, None for all, or a number. Any size gives the same result. If both
         sets have several blocks, every block of `b` goes through the model once for every block of `a`.
