@@ -413,7 +413,8 @@ def test_blocks(tmp_path):
     compiled = [{**ROWS[3], "part": "target", "task": task} for task in tasks.TASKS]
     compiled.append({**ROWS[1], "part": "target"})
     compiled.append({**ROWS[3], "part": "target", "case": "billion"})
-    logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch, "target": compiled}
+    logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch}
+    logs |= {"target": compiled, "v5p": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
     page = "".join(f"<!-- bench: {name} -->\nwhat stood here\n<!-- end -->\n" for name in names)
