@@ -72,8 +72,8 @@ def gram(
       batch_argnums: as in `value_and_stats`.
       has_aux: as in `value_and_stats`. `aux` is dropped.
       keep_batch_dim: as in `value_and_stats`.
-      rng_argnums: as in `value_and_stats`. Example i of A gets `jax.random.split(key, A)[i]`, and example
-        j of B gets `jax.random.split(key, B)[j]`.
+      rng_argnums: as in `value_and_stats`. Example i of A gets `jax.random.split(key, A)[i]`, and
+        example j of B gets `jax.random.split(key, B)[j]`.
       shared_argnums: as in `value_and_stats`.
       microbatch_size: how many examples of each set make up a block: `"auto"` for as many as fit into a
         tenth of the device's memory, None for all, or a number. Any size gives the same result. If both
