@@ -25,7 +25,10 @@ from jax import lax
 
 from pergrad._ir.devices import Devices
 
-LARGEST_PIECE = 2**21  # entries of an array that devices exchange at a time
+# An array of more entries than this is exchanged in pieces, of at most so many entries. For smaller
+# arrays the time that each piece takes to begin would cost more than their memory is worth.
+LARGEST = 2**25
+LARGEST_PIECE = 2**22
 
 
 def names_in(entry: Any) -> tuple[str, ...]:
@@ -81,9 +84,10 @@ class Division(NamedTuple):
         """
         shape = arrays[0].shape
         before, own, after = shape[: self.dim], shape[self.dim] // self.number, shape[self.dim + 1 :]
-        fitting = (k for k in range(1, own) if own % k == 0 and math.prod(shape) <= k * LARGEST_PIECE)
-        number = next(fitting, own)
-        if number <= 1:
+        least = -(-math.prod(shape) // LARGEST_PIECE)
+        numbers = (k for k in range(least, 16 * least) if own % k == 0)
+        number = next(numbers, 1) if math.prod(shape) > LARGEST else 1
+        if number == 1:
             return of_piece(*arrays)
         length = own // number
 

@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from pergrad.lab.bench import compilers, sharded
+from pergrad.lab.bench.compiled.hlo import Array
 from tests.support import guards, pages
 from tests.support.guards import CLIPPED, MOMENTS, NORMS, PERCEPTRON, RECURRENT, SCANNED, UNROLLED, Limit
 
@@ -50,6 +51,8 @@ def test_sharded_parameters() -> None:
         plain, needs = (sharded.build(placed, name) for name in (sharded.GRAD, "moments"))
     assert needs.gathered
     assert all(sharded.is_of_a_parameter(array, placed) for array in needs.gathered), needs.gathered
+    activations = Array("bf16", (model.batch // 4, model.length, model.width), 0)
+    assert not sharded.is_of_a_parameter(activations, placed)
     assert needs.gathered[0].elements <= max(4 * model.width, model.vocab) * model.width
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(guards.arguments(model)[0]))
     assert needs.result_bytes <= 1.1 * 2 * whole / 4  # two statistics, in four shards

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import pergrad as pg
 import pergrad.nnx
-from pergrad._ir import backend
+from pergrad._ir import backend, shards
 from pergrad._strategies import streamed
 from tests.library.test_devices import (
     DIRECTION,
@@ -335,6 +335,21 @@ def test_blocks(spec, microbatch_size, name, monkeypatch):
     # The states of a block leave as shards, before the next block begins.
     kept = re.findall(r"f64\[(\d+),(\d+)\] = reduce_scatter", program)
     assert kept and max(int(a) * int(b) for a, b in kept) < p["w"].size // 4
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("pod", "data")], ids=str)
+def test_means_are_exchanged_in_pieces(spec, monkeypatch):
+    monkeypatch.setattr(shards, "LARGEST", 100)
+    monkeypatch.setattr(shards, "LARGEST_PIECE", 50)
+    p = {"w": normal(1, 8, 24)}
+    args = p, (normal(2, 8, POSITIONS, 8), normal(3, 8, POSITIONS, 24))
+    options = {"spmd_axis_name": ("pod", "data"), "param_specs": spec}
+    with jax.set_mesh(mesh_of(pod=2, data=2)):
+        stats_fn = pg.grad_stats(head, [pg.Variance(), pg.Mean()], **options)
+        program = str(jax.make_jaxpr(stats_fn)(*args))
+        exchanged = re.findall(r"f64\[\d,(\d+),(\d+)\] = all_to_all", program)
+        assert exchanged and max(int(a) * int(b) for a, b in exchanged) < p["w"].size / 2
+        close(jax.jit(stats_fn)(*args), jax.jit(pg.grad_stats(head, [pg.Variance(), pg.Mean()]))(*args))
 
 
 MOMENTS = {"mean": pg.Mean(), "square": pg.Mean(jnp.square)}

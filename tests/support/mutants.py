@@ -353,8 +353,8 @@ MUTANTS = (
     Mutant(
         "dropped examples",
         "pergrad/_run/finite.py",
-        "return lax.cond(jnp.any(matters & ~known), look,",
-        "return lax.cond(jnp.any(matters & ~known), lambda _: known,",
+        "return lax.cond(unknown, look,",
+        "return lax.cond(unknown, lambda _: known,",
         DROPPED,
     ),
     Mutant(
@@ -474,9 +474,30 @@ MUTANTS = (
     Mutant(
         "shard_of_all",
         "pergrad/_statistics/of_parameters.py",
-        "m2 = division.add(m2_s) + weighted_sum(jnp.square(means - mean[None]), shares)",
-        "m2 = division.add(m2_s)",
+        "return mean, division.add(m2_s) + between",
+        "return mean, division.add(m2_s)",
         SHARDED,
+    ),
+    Mutant(
+        "in_pieces",
+        "pergrad/_ir/shards.py",
+        "lax.dynamic_slice_in_dim(x, k * length, length, self.dim + 1)",
+        "lax.dynamic_slice_in_dim(x, 0 * length, length, self.dim + 1)",
+        ("tests/library/test_sharded_parameters.py", "-k", "exchanged_in_pieces"),
+    ),
+    Mutant(
+        "branches on teams of devices",
+        "pergrad/_run/microbatches.py",
+        "return not (devices.are_teams and takes_branches_by(program.jaxpr.eqns, program.example))",
+        "return True",
+        ("tests/library/test_devices_apart.py", "-k", "branches"),
+    ),
+    Mutant(
+        "rounds on teams of devices",
+        "pergrad/_trace/rounds.py",
+        "lambda state: devices.any_team(goes_on(state))",
+        "goes_on",
+        ("tests/library/test_devices_apart.py", "-k", "rounds"),
     ),
     Mutant(
         "blocks of shards",

@@ -329,13 +329,14 @@ class _small_caches:
         self.name = name
 
     def __enter__(self):
-        self.old = backend.backend, streamed.LANES, shards.LARGEST_PIECE
+        self.old = backend.backend, streamed.LANES, shards.LARGEST, shards.LARGEST_PIECE
         if self.name is not None:
             device = dataclasses.replace(backend.BACKENDS[self.name], cache_size=400)
-            backend.backend, streamed.LANES, shards.LARGEST_PIECE = lambda: device, 3, 100
+            backend.backend, streamed.LANES = lambda: device, 3
+            shards.LARGEST, shards.LARGEST_PIECE = 100, 50
 
     def __exit__(self, *_):
-        backend.backend, streamed.LANES, shards.LARGEST_PIECE = self.old
+        backend.backend, streamed.LANES, shards.LARGEST, shards.LARGEST_PIECE = self.old
 
 
 def main() -> None:
