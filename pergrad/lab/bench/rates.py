@@ -86,19 +86,18 @@ class Sizes:
 OF_A_CHIP = Sizes(
     product=4096,
     examples=64,
-    positions=1024,
-    width=1024,
     channels=256,
     memory=2**28,
     dtype=jnp.bfloat16,
 )
-BY_COMPILER = ("product_rate", "batched_rate", "convolution_rate", "memory_rate")
+BY_COMPILER = ("product_rate", "convolution_rate", "memory_rate")
 ABOUT_COMPILED = (
     "By XLA's compiler for this chip (`pergrad bench --rates --target`): nothing has run on it. "
-    f"{', '.join(BY_COMPILER)} come from it. It has no estimates for sorts and scatters, nor for the "
-    "start of a round of a loop, which is assumed to cost a microsecond. An equation is assumed to cost "
-    "0.2 microseconds, since XLA fuses most equations into others. The cache is the chip's vector "
-    "memory, and its rate is that of a copy there."
+    f"{', '.join(BY_COMPILER)} come from it. A batch of products has the rate of one product: what it "
+    "takes longer is the traffic of its result, which counts apart. The compiler has no estimates for "
+    "sorts and scatters, nor for the start of a round of a loop, which is assumed to cost one "
+    "microsecond. An equation is assumed to cost 0.2 microseconds, since XLA fuses most equations into "
+    "others. The cache is the chip's vector memory, and its rate is that of a copy there."
 )
 
 
@@ -278,7 +277,8 @@ def with_compiled(
 ) -> dict[str, Any]:
     """A file of rates with those of a chip's compiler, and where they come from."""
     source = {"source": "compiled", "about": ABOUT_COMPILED}
-    return _with_rates(known, target, source, {**known[target]["rates"], **found})
+    batched = {"batched_rate": found["product_rate"]}
+    return _with_rates(known, target, source, {**known[target]["rates"], **found, **batched})
 
 
 def _with_rates(
