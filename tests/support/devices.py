@@ -21,7 +21,8 @@ import pytest
 from tests.support.pages import ROOT
 
 FILES = {
-    f"library/test_{name}.py" for name in ("devices", "devices_apart", "sharded_parameters", "varying")
+    f"library/test_{name}.py"
+    for name in ("devices", "devices_apart", "sharded_parameters", "sharded_programs", "varying")
 }
 NUMBER = 8
 FLAG = f"--xla_force_host_platform_device_count={NUMBER}"
