@@ -68,10 +68,10 @@ test-newest: $(NEWEST)/installed ## run the tests with the newest JAX, on Python
 	$(NEWEST)/bin/python $(PYTEST)
 
 test-tpu: $(TPU)/installed ## hold the costs on a TPU, as its compiler has them on any machine, to their limits
-	$(TPU)/bin/python -m pytest tests/library/test_guard_tpu.py tests/lab/bench/test_meter.py
+	PERGRAD_TESTS=all $(TPU)/bin/python -m pytest tests/library/test_guard_tpu.py tests/lab/bench/test_meter.py
 
 test-gpu: $(GPU)/installed ## the same for a GPU: memory, and a roofline in the place of time; installs 5.6 GB
-	JAX_PLATFORMS=cpu $(GPU)/bin/python -m pytest tests/library/test_guard_gpu.py tests/lab/bench/test_gpu.py
+	PERGRAD_TESTS=all JAX_PLATFORMS=cpu $(GPU)/bin/python -m pytest tests/library/test_guard_gpu.py tests/lab/bench/test_gpu.py
 
 test-engine-oldest: $(OLDEST)/installed ## run the engine's tests alone, few of the cases, with the oldest JAX
 	PERGRAD_TESTS=few $(OLDEST)/bin/python $(PYTEST) $(ENGINE)
@@ -107,7 +107,7 @@ docs-figures: $(VENV)/installed ## draw the figures of the tutorials and of the 
 	$(VENV)/bin/python -m docs.make_figures
 
 test-docs: docs $(VENV)/installed ## build the site, and open every page in a browser
-	PERGRAD_SITE=site $(VENV)/bin/python -m pytest tests/test_site.py
+	PERGRAD_TESTS=all PERGRAD_SITE=site $(VENV)/bin/python -m pytest tests/test_site.py
 
 dist: $(DIST)/installed ## build sdist and wheel, look into them, and try them in empty environments
 	rm -rf dist

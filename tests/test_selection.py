@@ -19,8 +19,11 @@ NAMES = [f"test_x[case{number}-{option}]" for number in range(200) for option in
         ("long", "some", 12),
         ("long", "few", 24),
         ("short", "all", 1),
-        ("short", "some", 1),
-        ("short", "few", 3),
+        ("short", "some", 2),
+        ("short", "few", 4),
+        ("brief", "all", 1),
+        ("brief", "some", 1),
+        ("brief", "few", 4),
     ],
 )
 def test_every_test_has_one_turn(length, how_many, parts):
@@ -35,10 +38,11 @@ def test_every_test_has_one_turn(length, how_many, parts):
     assert smallest > 0 and largest < 2 * len(NAMES) / parts
 
 
-def test_what_runs_seldom_runs_often_too():
+@pytest.mark.parametrize("length", ["long", "short", "brief"])
+def test_what_runs_seldom_runs_often_too(length):
     for turn in range(selection.TURNS):
         few, some = (
-            {name for name in NAMES if selection.runs(name, "long", how_many, turn)}
+            {name for name in NAMES if selection.runs(name, length, how_many, turn)}
             for how_many in ("few", "some")
         )
         assert few < some

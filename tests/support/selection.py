@@ -6,10 +6,10 @@ case have the same number and share what is made for it. Every run has its turn,
 too, which changes from commit to commit. A test runs if its number is the turn's, both modulo a number
 of parts, which depends on the list:
 
-    PERGRAD_TESTS   a list in LONGEST   one in SHORTENED   another list of parameters
-    all             all of it           all of it          all of it
-    some            a 24th              a twelfth          all of it
-    few             a 24th              a 24th             a third
+    PERGRAD_TESTS   a list in LONGEST   one in SHORTENED   another in a folder   one beside the folders
+    all             all of it           all of it          all of it             all of it
+    some            a 24th              a twelfth          a half                all of it
+    few             a 24th              a 24th             a quarter             a quarter
 
 `some` is what runs without that variable. PERGRAD_TURN sets the turn. A test that is named on the
 command line (`file.py::test`) runs in any turn.
@@ -151,7 +151,8 @@ LONGEST = {
 PARTS = {
     "longest": {"all": 1, "some": TURNS, "few": TURNS},
     "long": {"all": 1, "some": 12, "few": 24},
-    "short": {"all": 1, "some": 1, "few": 3},
+    "short": {"all": 1, "some": 2, "few": 4},
+    "brief": {"all": 1, "some": 1, "few": 4},
 }
 
 
@@ -165,7 +166,9 @@ def length_of(item: Any) -> str:
     file, name = file_of(item), item.originalname
     if name in LONGEST.get(file, ()):
         return "longest"
-    return "long" if name in SHORTENED.get(file, ()) else "short"
+    if name in SHORTENED.get(file, ()):
+        return "long"
+    return "short" if "/" in file else "brief"
 
 
 def runs(name: str, length: str, how_many: str, turn: int) -> bool:
