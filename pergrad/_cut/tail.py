@@ -90,6 +90,11 @@ class Tail:
             x = move(x)
         return x.astype(dtype)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether the gradients are made of lookups alone."""
+        return bool(self.terms) and all(term.is_lookup for term in self.terms)
+
     def terms_of(self, place: int) -> list[Term]:
         """The terms that the gradient at `place` (in `grads`) is made of."""
         needed = set(distinct([self.grads[place]]))

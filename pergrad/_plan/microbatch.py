@@ -158,7 +158,6 @@ class _Traffic:
 
     @staticmethod
     def of(tail: Tail, wanted: Sequence[Sequence[LeafStatistic]]) -> _Traffic:
-        is_table = bool(tail.terms) and all(term.is_lookup for term in tail.terms)
         rounds = math.prod(tail.lengths)
         g = p = moved = q = 0.0
         for grad, param in zip(tail.grads, tail.params, strict=True):
@@ -166,8 +165,8 @@ class _Traffic:
             others = [s for s in accumulators if s.quantity is not Quantity.SUM]
             own = _bytes_of_states(accumulators, grad)
             g, q = g + counts.nbytes(grad), q + own
-            p += 0 if is_table else counts.nbytes(grad)  # a parameter is like its gradient
-            moved += 4 * _bytes_of_states(others, grad) if is_table else 2 * own
+            p += 0 if tail.looks_up else counts.nbytes(grad)  # a parameter is like its gradient
+            moved += 4 * _bytes_of_states(others, grad) if tail.looks_up else 2 * own
         operations = counts.operations(term.eqn for term in tail.terms if term.eqn is not None)
         return _Traffic(rounds * p, rounds * moved, g + q, rounds, operations)
 

@@ -67,7 +67,7 @@ class Sparse(Strategy):
     def why_not(self, tail: Tail, statistic: LeafStatistic) -> str | None:
         if statistic.quantity not in OF_ROWS:
             return "needs the whole gradient"
-        if not tail.terms or not all(term.is_lookup for term in tail.terms):
+        if not tail.looks_up:
             return "not lookups alone"
         if tail.adds:
             return "adds something after the lookup"

@@ -97,11 +97,6 @@ class Work:
         return any(term.convolves for term in self.tail.terms)
 
     @property
-    def looks_up(self) -> bool:
-        """Whether the gradient is made of lookups alone."""
-        return bool(self.tail.terms) and all(term.is_lookup for term in self.tail.terms)
-
-    @property
     def positions(self) -> int:
         """T: the number of contributions that the first term adds up."""
         return self.tail.terms[0].contributions if self.tail.terms else 1
@@ -117,7 +112,7 @@ class Work:
 
     def seconds_of_joining(self, statistic: LeafStatistic) -> float:
         """The seconds it takes to feed one more statistic in a pass that runs for others anyway."""
-        if self.looks_up:
+        if self.tail.looks_up:
             return self.moving(self.factors)
         passed = self.moving(self.size * self.gradient, at_once=self.gradient * (1 + self.accumulators))
         return passed + self.operations_on_formed(statistic) / self.device.product_rate
