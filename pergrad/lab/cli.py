@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -359,12 +361,39 @@ def _check_sweep(args: Sequence[str]) -> None:
             )
 
 
+@contextlib.contextmanager
+def _interrupts_are_heard() -> Iterator[None]:
+    """Python drops the exceptions of callbacks, such as those of its garbage collector.
+
+    If Ctrl-C comes while a callback runs, its KeyboardInterrupt is dropped too, and the command would go
+    on. So an interrupt that was dropped is sent again, a moment later.
+    """
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Timer(0.05, _thread.interrupt_main).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 1 for an error that is told in one line, or 2 for a wrong option."""
     args = sys.argv[1:] if args is None else args
     if list(args) == ["--version"]:
         print(f"pergrad {pg.__version__}")
         return 0
+    with _interrupts_are_heard():
+        return _command(args)
+
+
+def _command(args: Sequence[str]) -> int:
     try:
         if args and args[0] == "sweep":
             _check_sweep(args)

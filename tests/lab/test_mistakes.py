@@ -122,6 +122,25 @@ def test_two_runs_at_a_time(tmp_path):
             records.Run(tmp_path, replace(config, seed=1), "digest", "data")
 
 
+def test_an_interrupt_within_a_callback(monkeypatch, capsys):
+    """Python drops what a finalizer raises. Ctrl-C at that moment still ends the command."""
+
+    class Interrupts:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def command() -> None:
+        one = Interrupts()
+        del one
+        for _ in range(100):
+            time.sleep(0.1)
+
+    monkeypatch.setitem(cli.COMMANDS, "explain", command)
+    hook = sys.unraisablehook
+    assert cli.main(["explain"]) == 130 and sys.unraisablehook is hook
+    assert capsys.readouterr().err == "interrupted; the same command again continues\n"
+
+
 def test_interrupted(text, tmp_path):
     """As by Ctrl-C, in the midst of a run: one line, and the code that a shell expects."""
     options = [f"--data={text}", *SMALL, f"--run-dir={tmp_path}", "--steps=1000000"]
