@@ -184,12 +184,14 @@ def study(
     and noise explain it. adam: what Adam divides by. plane: all weights of mean square and variance.
     rivals: a preconditioner that ends below Adam. scaling: learning rates for other batch sizes. law:
     the best learning rate as a function of the batch size. ramp: batches that follow the noise.
-    clipping: none, by batch, by example. snr: signal and noise over a run. overhead: what statistics
-    cost as sequences grow. all: every study that the domain allows, one after the other.
+    clipping: none, by batch, by example. quantile: clipping where examples are of no use. snr: signal
+    and noise over a run. overhead: what statistics cost as sequences grow. all: every study that the
+    domain allows, one after the other.
 
     Args:
         name: the question.
-        preset: how much is run: about two minutes, a quarter of an hour, or some hours.
+        preset: how much is run: on two cores about two minutes, a quarter of an hour to an hour, or at
+            most three hours.
         domain: text, or images, whose pixels are predicted by a convolutional network.
         model: what reads text, a transformer or an LSTM.
         out: where runs, results, figures and the page are written; by default in `studies`. With `all`

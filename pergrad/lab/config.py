@@ -25,6 +25,9 @@ OptimizerName = Literal[
     "micro_sign_sgd",
     "sign_sgd",
     "sign_ema",
+    "share_adam",
+    "shrunk_adam",
+    "corrected_adam",
 ]
 DomainName = Literal["text", "images"]
 KindName = Literal["transformer", "lstm"]
@@ -39,6 +42,7 @@ StudyName = Literal[
     "law",
     "ramp",
     "clipping",
+    "quantile",
     "snr",
     "overhead",
 ]
@@ -130,7 +134,9 @@ class Train:
     """How many tokens a BPE vocabulary has."""
     model: Model = dataclasses.field(default_factory=Model)
     warmup: float = 0.1
-    """The part of the steps in which the learning rate rises. It then falls along a cosine, to zero."""
+    """The part of the steps in which the learning rate rises."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """What the learning rate does then: it falls along a cosine, to zero, or stays."""
     b1: float = 0.9
     """Decay of the momentum."""
     b2: float = 0.95
@@ -152,9 +158,13 @@ class Train:
     floor: float | None = None
     """The floor of mu^2 in standard errors (micro_adam_msq and preconditioned_adam)."""
     clip: float | None = None
-    """The largest norm of a gradient."""
-    clip_by: Literal["batch", "example"] = "batch"
-    """Of which gradient: the mean of the batch, or every example's."""
+    """The largest norm of a gradient. With --clip-by quantile: the share of the examples that have a
+    smaller one."""
+    clip_by: Literal["batch", "example", "quantile"] = "batch"
+    """Of which gradient: the mean of the batch, or every example's, at this norm or at this quantile of
+    the norms of earlier batches."""
+    outliers: float = 0.0
+    """The share of the training examples that are replaced by random tokens or pixels."""
     microbatch_size: int | Literal["auto"] | None = None
     """How many examples go through the model at a time."""
     validate_every: int = 100
@@ -185,6 +195,12 @@ class Train:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise LabError(f"{name} is a decay, from 0 to below 1, not {getattr(self, name)}.")
+        if self.clip_by == "quantile" and not (self.clip is not None and self.clip < 1):
+            raise LabError(f"--clip-by quantile needs --clip between 0 and 1, not {self.clip}.")
+        if not 0 <= self.outliers < 1:
+            raise LabError(f"outliers is a share of examples, from 0 to below 1, not {self.outliers}.")
+        if self.outliers and self.data == "digits":
+            raise LabError("outliers are of text and of photos; the digits have none.")
         if not 0 <= self.weight_decay < math.inf:
             raise LabError(f"weight_decay must be at least 0, not {self.weight_decay}.")
 

@@ -109,14 +109,32 @@ def load_text(
     return Corpus(f"{name}, {_extent(files, is_cut)}", vocabulary, train, tune, test, digest)
 
 
-def batches(corpus: Corpus, *, context: int, batch_size: int, seed: int) -> grain.MapDataset:
+def batches(
+    corpus: Corpus, *, context: int, batch_size: int, seed: int, outliers: float = 0.0
+) -> grain.MapDataset:
     """`batches(...)[step]` is int32 [batch_size, context + 1]: see the module's docstring.
 
     The windows do not overlap. Each window comes once in every epoch, and a batch may reach from one
-    epoch into the next.
+    epoch into the next. The share `outliers` of the windows is replaced by random tokens.
     """
     windows = _windows(corpus.train, context, f"{corpus.name}: the train part")
+    windows = with_outliers(windows, outliers, corpus.vocabulary, seed)
     return endless(windows.__getitem__, len(windows), batch_size, seed)
+
+
+def with_outliers(examples: np.ndarray, share: float, values: int, seed: int) -> np.ndarray:
+    """The examples, of which this share is replaced by random numbers below `values`.
+
+    Each example is replaced or not by itself, so the share is met on average.
+    """
+    if not share:
+        return examples
+    bits = np.random.PCG64(np.random.SeedSequence([seed, len(examples), values]))
+    replaced = bits.random_raw(len(examples)) < np.uint64(share * 2.0**64)
+    out = examples.copy()
+    random = bits.random_raw(int(replaced.sum()) * examples[0].size) % np.uint64(values)
+    out[replaced] = random.reshape(-1, *examples.shape[1:]).astype(examples.dtype)
+    return out
 
 
 def validation_windows(

@@ -68,9 +68,10 @@ def pieces(block: np.ndarray) -> np.ndarray:
     return np.transpose(cut, (4, 0, 2, 1, 3)).reshape(-1, PIECE, PIECE)
 
 
-def batches(photos: Photos, *, batch_size: int, seed: int) -> grain.MapDataset:
-    """`batches(...)[step]` is int32 [batch_size, 8, 8]; the order is that of `data.batches`."""
-    return data.endless(photos.train.__getitem__, len(photos.train), batch_size, seed)
+def batches(photos: Photos, *, batch_size: int, seed: int, outliers: float = 0.0) -> grain.MapDataset:
+    """`batches(...)[step]` is int32 [batch_size, 8, 8]; order and outliers as in `data.batches`."""
+    train = data.with_outliers(photos.train, outliers, 256, seed)
+    return data.endless(train.__getitem__, len(train), batch_size, seed)
 
 
 def spread(part: np.ndarray, limit: int) -> np.ndarray:

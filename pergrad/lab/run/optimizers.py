@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import pergrad as pg
 from pergrad import optim
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
+from pergrad.lab.run import rivals
 
 
 def make(config: Train) -> optim.StatsTransformation:
@@ -46,17 +48,37 @@ def make(config: Train) -> optim.StatsTransformation:
             tx = optim.sign_sgd(1.0, config.b1, **decay)
         case "sign_ema":
             tx = optim.sign_ema(1.0, config.b1, **decay)
+        case "share_adam" | "shrunk_adam" | "corrected_adam":
+            tx = _rival(config)
     if config.clip is None:
         return tx
+    if config.clip_by == "quantile":
+        tx = optim.clip_examples(tx, None)
+        return optim.StatsTransformation(tx.init, tx.update, {**tx.stats, "norm": pg.Norm("all")})
     clip = optim.clipped if config.clip_by == "batch" else optim.clip_examples
     return clip(tx, config.clip)
 
 
+def _rival(config: Train) -> optim.StatsTransformation:
+    for name in ("weight_decay", "max_update", "clip"):
+        if getattr(config, name):
+            raise LabError(f"{config.optimizer} has no {name}: leave it out.")
+    options = config.b1, config.b2, config.eps
+    if config.optimizer == "corrected_adam":
+        return rivals.corrected_adam(*options, config.batch_size)
+    return (rivals.share_adam if config.optimizer == "share_adam" else rivals.shrunk_adam)(*options)
+
+
 def learning_rate(config: Train, step: int) -> float:
-    """The learning rate of step `step`, from 0: a linear rise, then a fall along a cosine to zero."""
+    """The learning rate of step `step`, from 0: a linear rise, then a fall along a cosine to zero.
+
+    With the schedule `constant` it does not fall.
+    """
     warm = round(config.warmup * config.steps)
     if step < warm:
         return config.learning_rate * (step + 1) / warm
+    if config.schedule == "constant":
+        return config.learning_rate
     return (
         config.learning_rate
         * 0.5

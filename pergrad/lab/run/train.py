@@ -30,6 +30,7 @@ VALIDATION_EXAMPLES = 4096  # at most, in each half of the validation data
 VALIDATED = 256  # examples that go through the model at a time in a validation
 FETCHED = 20  # steps whose metrics are fetched together, so that not every step waits for the device
 PRICED = 3  # microbatch sizes of `jax.grad` that statistics are compared with: 1, 2 and 4 examples
+QUANTILE_DECAY = 0.9  # the decay of the average of the quantiles at which examples are clipped
 NOISE_DECAY = 0.9  # the decay of the noise diagnostics' averages, over one step in `noise_every`
 
 Tree = Any
@@ -54,6 +55,7 @@ class State(NamedTuple):
     optimizer: Tree
     noise: pg.noise.NoiseState
     key: jax.Array
+    max_norm: jax.Array  # the quantile of the examples' norms, if these are clipped there
 
 
 class Observer(Protocol):
@@ -87,7 +89,8 @@ def make_problem(config: Train) -> Problem:
 def _text(config: Train, rngs: nnx.Rngs) -> Problem:
     corpus = data.load_text(config.data, config.tokens, config.vocabulary)
     context = config.model.context
-    batches = data.batches(corpus, context=context, batch_size=config.batch_size, seed=config.seed)
+    sized: Any = {"batch_size": config.batch_size, "seed": config.seed, "outliers": config.outliers}
+    batches = data.batches(corpus, context=context, **sized)
     tune, test = (
         data.validation_windows(part, context=context, limit=VALIDATION_EXAMPLES, train=corpus.train)
         for part in (corpus.tune, corpus.test)
@@ -98,7 +101,8 @@ def _text(config: Train, rngs: nnx.Rngs) -> Problem:
 
 def _photos(config: Train, rngs: nnx.Rngs) -> Problem:
     photos = images.load_photos()
-    batches = images.batches(photos, batch_size=config.batch_size, seed=config.seed)
+    sized: Any = {"batch_size": config.batch_size, "seed": config.seed, "outliers": config.outliers}
+    batches = images.batches(photos, **sized)
     tune, test = (images.spread(part, VALIDATION_EXAMPLES) for part in (photos.tune, photos.test))
     module = model.Pixels(config.model, rngs)
     return _problem(photos, module, model.photo_loss, batches, tune, test)
@@ -222,7 +226,8 @@ class _Compiled(NamedTuple):
 
 def _without_numbers(config: Train) -> Train:
     """A configuration that is equal for all runs of the same program, which a process compiles once."""
-    anything = {"learning_rate": 1.0, "seed": 0, "steps": 1, "warmup": 0.0}
+    anything: Any = {"learning_rate": 1.0, "seed": 0, "steps": 1, "warmup": 0.0, "outliers": 0.0}
+    anything["schedule"] = "cosine"
     never = dict.fromkeys(("validate_every", "noise_every", "checkpoint_every", "keep"), 1)
     return dataclasses.replace(config, **anything, **never)
 
@@ -242,8 +247,14 @@ def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
     stats_fn = pg.value_and_stats(loss, tx.stats, **options)
     noise_fn = pg.grad_stats(loss, monitor.stats, **options)
 
+    by_quantile = config.clip is not None and config.clip_by == "quantile"
+
     def step(state: State, batch: Any, rate: Any) -> tuple[State, dict[str, jax.Array]]:
-        value, stats = stats_fn(state.params, batch)
+        if by_quantile:
+            value, stats = stats_fn(state.params, batch, max_norm=state.max_norm)
+            state = state._replace(max_norm=_followed(state.max_norm, stats["norm"], config.clip))
+        else:
+            value, stats = stats_fn(state.params, batch)
         updates, optimizer = tx.update(stats["mean"], state.optimizer, state.params, stats=stats)
         updates = jax.tree.map(lambda u: rate * u, updates)
         params = optax.apply_updates(state.params, updates)
@@ -260,7 +271,7 @@ def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
     return _Compiled(
         tx,
         monitor,
-        stats_fn,
+        functools.partial(stats_fn, max_norm=1.0) if by_quantile else stats_fn,
         jax.jit(step, donate_argnums=0),
         jax.jit(noise, donate_argnums=0),
         jax.jit(functools.partial(_mean_loss, loss)),
@@ -269,8 +280,18 @@ def _compile(config: Train, data_digest: str, place: Place) -> _Compiled:
 
 def _start(config: Train, compiled: _Compiled, params: Tree) -> State:
     return State(
-        params, compiled.tx.init(params), compiled.monitor.init(params), jax.random.key(config.seed)
+        params,
+        compiled.tx.init(params),
+        compiled.monitor.init(params),
+        jax.random.key(config.seed),
+        jnp.asarray(jnp.inf, jnp.float32),
     )
+
+
+def _followed(max_norm: jax.Array, norms: jax.Array, share: Any) -> jax.Array:
+    """The average of the quantiles of all batches so far. The first batch is not clipped."""
+    now = jnp.quantile(norms, share).astype(max_norm.dtype)
+    return jnp.where(jnp.isinf(max_norm), now, QUANTILE_DECAY * max_norm + (1 - QUANTILE_DECAY) * now)
 
 
 def _mean_loss(loss: Any, params: Tree, examples: Any) -> jax.Array:

@@ -11,6 +11,7 @@ from pergrad.lab.studies import (
     law,
     overhead,
     plane,
+    quantile,
     ramp,
     rivals,
     scaling,
@@ -32,6 +33,7 @@ STUDIES: dict[StudyName, Study] = {
     "law": law.STUDY,
     "ramp": ramp.STUDY,
     "clipping": clipping.STUDY,
+    "quantile": quantile.STUDY,
     "snr": snr.STUDY,
     "overhead": overhead.STUDY,
 }

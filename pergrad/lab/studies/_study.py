@@ -17,9 +17,10 @@ from pergrad.lab.errors import LabError
 from pergrad.lab.pages import report
 from pergrad.lab.run import records
 
-# The models of most presets: one trains in seconds, the other in an hour.
+# The models of most presets. On one core a step of 16 examples takes 5 ms with the first, and 30 ms with
+# the second.
 SMALL = Model(layers=2, width=32, heads=4, context=32)
-LARGE = Model(layers=4, width=128, heads=4, context=128)
+LARGE = Model(layers=2, width=64, heads=4, context=64)
 NEVER = 10**6  # steps between validations or checkpoints of short runs, which validate at the end alone
 
 
@@ -50,19 +51,64 @@ class Lab:
         return sweep.run_all(runs, self.runs, processes=self.processes, told=self.told)
 
     def tune(
-        self, methods: Mapping[str, Train], rates: Mapping[str, Sequence[float]], amount: Amount
+        self,
+        methods: Mapping[str, Train],
+        rates: Mapping[str, Sequence[float]],
+        amount: Amount,
+        *,
+        reported: bool = True,
     ) -> dict[str, sweep.Tuned]:
-        """Tunes every method's learning rate, with as many seeds as the preset says."""
+        """Tunes every method's learning rate, with as many seeds as the preset says.
+
+        It then runs the seeds that are `reported`.
+        """
         return sweep.tune(
             methods,
             rates,
-            range(amount.seeds),
+            range(amount.seeds if reported else 0),
             self.runs,
             tuning_seeds=amount.tuning_seeds,
             processes=self.processes,
             extensions=amount.extensions,
             told=self.told,
         )
+
+    def choose(
+        self,
+        methods: Mapping[str, Mapping[str, Train]],
+        rates: Mapping[str, Sequence[float]],
+        amount: Amount,
+    ) -> Chosen:
+        """Chooses the best of each method's options, each at its own best learning rate.
+
+        The seeds that choose learning rates choose the option, too, by the lowest mean loss of the rates
+        that were tried. Then the chosen option runs with the seeds that are reported.
+        """
+        options = {name + o: one for name, own in methods.items() for o, one in own.items()}
+        by_option = {name + o: rates[name] for name, own in methods.items() for o in own}
+        every = self.tune(options, by_option, amount, reported=False)
+        best = {
+            name: min(own, key=lambda o: tuning_loss(every[name + o])) for name, own in methods.items()
+        }
+        chosen = {name: methods[name][option] for name, option in best.items()}
+        return Chosen(every, best, self.tune(chosen, rates, amount))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Methods whose options were chosen: `every` option, the `best` of each method, `tuned`.
+
+    `every` is named by the method's name followed by the option's, the others by the method's name.
+    """
+
+    every: dict[str, sweep.Tuned]
+    best: dict[str, str]
+    tuned: dict[str, sweep.Tuned]
+
+
+def tuning_loss(own: sweep.Tuned) -> float:
+    """The lowest mean loss of the rates that were tried, by which an option is chosen."""
+    return min(sum(losses) / len(losses) for losses in own.by_rate.values())
 
 
 @dataclasses.dataclass(frozen=True)

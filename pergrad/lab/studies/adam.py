@@ -84,13 +84,13 @@ PRESETS = {
         Train(
             model=LARGE,
             batch_size=64,
-            steps=3000,
+            steps=1000,
             validate_every=1000,
             checkpoint_every=1000,
         ),
         seeds=5,
         tuning_seeds=1,
-        rates={name: tuple(rate / 4 for rate in rates) for name, rates in _RATES.items()},
+        rates={name: tuple(rate / 2 for rate in rates) for name, rates in _RATES.items()},
     ),
 }
 

@@ -76,7 +76,7 @@ PRESETS = {
         trials=6,
     ),
     "full": Preset(
-        Train(model=LARGE, optimizer="sign_ema", learning_rate=1e-3, steps=10_000, validate_every=NEVER),
+        Train(model=LARGE, optimizer="sign_ema", learning_rate=2e-3, steps=5000, validate_every=NEVER),
         seeds=5,
         looks=4,
         examples=32_768,

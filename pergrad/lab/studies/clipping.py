@@ -10,12 +10,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.pages import figures, findings, panels, report
-from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult, tuning_loss
 
 OPTIMIZERS: dict[str, OptimizerName] = {"Adam": "adam", "MicroAdam": "micro_adam"}
 NONE, BATCH, EXAMPLE = "not clipped", "by batch", "by example"
@@ -69,13 +67,13 @@ PRESETS = {
     "full": Preset(
         Train(
             model=LARGE,
-            steps=10_000,
+            steps=5000,
             validate_every=1000,
             checkpoint_every=1000,
         ),
         seeds=5,
         tuning_seeds=1,
-        rates={name: tuple(rate / 4 for rate in rates) for name, rates in _RATES.items()},
+        rates={name: tuple(rate / 2 for rate in rates) for name, rates in _RATES.items()},
         batch_norms=(0.25, 0.5, 1.0),
         example_norms=(0.5, 1.0, 2.0, 4.0),
     ),
@@ -95,18 +93,9 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
                 f" at {norm:g}": dataclasses.replace(base, clip=norm, clip_by=by) for norm in norms
             }
 
-    def tune(wanted: Mapping[str, Train], seeds: int) -> dict[str, sweep.Tuned]:
-        rates = {name: preset.rates[name.split(",")[0]] for name in wanted}
-        return lab.tune(wanted, rates, dataclasses.replace(preset, seeds=seeds))
-
-    every = tune(
-        {name + norm: one for name, norms in methods.items() for norm, one in norms.items()}, seeds=0
-    )
-    best = {
-        name: min(norms, key=lambda norm: _tuning_loss(every[name + norm]))
-        for name, norms in methods.items()
-    }
-    tuned = tune({name: methods[name][norm] for name, norm in best.items()}, preset.seeds)
+    rates = {name: preset.rates[name.split(",")[0]] for name in methods}
+    found = lab.choose(methods, rates, preset)
+    every, best, tuned = found.every, found.best, found.tuned
     return StudyResult(
         f"{len(findings.configs(every) | findings.configs(tuned))} training runs, with {preset.seeds} "
         f"seeds. A run takes {preset.base.steps} steps of {preset.base.batch_size} examples. Norms were "
@@ -139,11 +128,6 @@ def decided(tuned: Mapping[str, sweep.Tuned]) -> list[decide.Verdict]:
             ),
         ]
     return verdicts
-
-
-def _tuning_loss(own: sweep.Tuned) -> float:
-    """The lowest mean loss of the rates that were tried, by which a norm is chosen."""
-    return float(min(np.mean(losses) for losses in own.by_rate.values()))
 
 
 def _listed(norms: Sequence[float]) -> str:
@@ -196,7 +180,7 @@ def _over_the_run(preset: Preset, tuned: Mapping[str, sweep.Tuned], lab: Lab) ->
 def _norms(preset: Preset, every: Mapping[str, sweep.Tuned], best: Mapping[str, str]) -> report.Section:
     chosen = {name + norm for name, norm in best.items()}
     rows = [
-        [name, f"{own.method.learning_rate:g}", f"{_tuning_loss(own):.4f}", "yes" * (name in chosen)]
+        [name, f"{own.method.learning_rate:g}", f"{tuning_loss(own):.4f}", "yes" * (name in chosen)]
         for name, own in every.items()
     ]
     lists = {BATCH: preset.batch_norms, EXAMPLE: preset.example_norms}

@@ -101,10 +101,10 @@ PRESETS = {
     ),
     "full": Preset(
         Train(model=LARGE, validate_every=NEVER, checkpoint_every=2000),
-        examples=65_536,
-        batch_sizes=(1, 4, 16, 64, 256, 1024),
+        examples=8192,
+        batch_sizes=(1, 4, 16, 64, 256),
         seeds=5,
-        rates={name: tuple(rate / 4 for rate in rates) for name, rates in _RATES.items()},
+        rates={name: tuple(rate / 2 for rate in rates) for name, rates in _RATES.items()},
     ),
 }
 

@@ -76,13 +76,13 @@ PRESETS = {
     ),
     "full": Preset(
         Train(model=LARGE, checkpoint_every=1000),
-        examples=131_072,
-        batch_sizes=(4, 16, 64, 256),
-        a=(0.0, 1 / 16, 1 / 4, 1.0),
-        b=(0.0, 1 / 256, 1 / 64, 1 / 16, 1 / 4, 1.0),
+        examples=32_768,
+        batch_sizes=(4, 16, 64),
+        a=(0.0, 1 / 4, 1.0),
+        b=(0.0, 1 / 64, 1 / 16, 1 / 4, 1.0),
         seeds=5,
         tuning_seeds=1,
-        rate=1.4e-3,
+        rate=2.8e-3,
     ),
 }
 

@@ -89,12 +89,12 @@ PRESETS = {
     ),
     "full": Preset(
         Train(model=LARGE),
-        examples=131_072,
+        examples=65_536,
         fixed=(8, 16),
         largest=128,
         seeds=8,
         tuning_seeds=2,
-        rates=tuple(rate / 4 for rate in _RATES),
+        rates=tuple(rate / 2 for rate in _RATES),
     ),
 }
 

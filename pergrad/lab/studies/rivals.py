@@ -1,27 +1,40 @@
 """Whether Adam that divides by mu^2, with a floor, ends below Adam, where, and below which rivals.
 
 With `floor=1` the average of mu^2 is taken to be at least one standard error of its own estimate (see
-`pergrad.optim`), so it needs no cap on its updates, as mu^2 alone does. Two things are asked. In which
-cells, that is for which batch sizes and numbers of steps, does it end below Adam? And in one cell, the
-home, does it end below what Adam's users have at hand: a cap, a longer average, weight decay? Every
-method in every cell has a learning rate of its own, tuned with the same number of runs.
+`pergrad.optim`), so it needs no cap on its updates, as mu^2 alone does. Three things are asked. In which
+cells, that is for which batch sizes, numbers of steps and widths, does it end below Adam? In one cell,
+the home, does it end below what Adam's users have at hand, a cap, a longer average, weight decay, and
+below other uses of the examples' noise (`run.rivals`)? And does it still, if b2, weight decay and
+clipping are tuned for both alike? Every method in every cell has a learning rate of its own, tuned with
+the same number of runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.pages import figures, findings, panels, report
-from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
+from pergrad.lab.studies._study import (
+    NEVER,
+    SMALL,
+    Chosen,
+    Lab,
+    Study,
+    StudyResult,
+    tuning_loss,
+)
 
 ADAM, FLOORED = "Adam", "MSQ with a floor"
 CAPPED, LONGER, DECAYED = "Adam, capped", "Adam, b2 = 0.99", "AdamW"
 CAPPED_MSQ, STARTED = "MSQ, capped", "Adam from Mean(square)"
+SHARED, SHRUNK = "weight of sigma^2 by layer", "Adam, shrunk momentum"
+CORRECTED = "Adam of 8 groups, corrected inverse"
 OPTIONS: dict[str, dict[str, Any]] = {
     ADAM: {"optimizer": "adam"},
     FLOORED: {"optimizer": "micro_adam_msq", "floor": 1.0},
@@ -30,18 +43,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
     DECAYED: {"optimizer": "adam", "weight_decay": 0.1},
     STARTED: {"optimizer": "adam", "start_at_batch": True},
     CAPPED_MSQ: {"optimizer": "micro_adam_msq", "max_update": 1.0},
+    SHARED: {"optimizer": "share_adam"},
+    SHRUNK: {"optimizer": "shrunk_adam"},
+    CORRECTED: {"optimizer": "corrected_adam"},
 }
 RIVALS = tuple(name for name in OPTIONS if name != FLOORED)
 MARGIN = 0.02  # nats within which a cap is said to do nothing for Adam
 
-Cell = tuple[int, int]  # examples in a batch, steps
+ALIKE = ", all tuned"  # follows the name of a method whose other options were tuned as well
+
+
+class Cell(NamedTuple):
+    """Examples in a batch, steps, and the width of the model."""
+
+    batch_size: int
+    steps: int
+    width: int = SMALL.width
+
+    def __str__(self) -> str:
+        wide = f", width {self.width}" if self.width != SMALL.width else ""
+        return f"{self.batch_size} x {self.steps}{wide}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
     """How much is run. `tuning_seeds` seeds, which are not reported, choose learning rates.
 
-    All rivals run in the cell `home`, and Adam and MSQ with a floor in all `cells`.
+    All rivals run in the cell `home`, and Adam and MSQ with a floor in all `cells`. At home these two
+    also run with the best of all combinations of `b2`, `decays` and `clips`.
     """
 
     base: Train
@@ -50,6 +79,9 @@ class Preset:
     seeds: int
     tuning_seeds: int
     rates: tuple[float, ...]
+    b2: tuple[float, ...]
+    decays: tuple[float, ...]
+    clips: tuple[float | None, ...]
     extensions: int = 2
 
     def __post_init__(self) -> None:
@@ -61,64 +93,99 @@ _BASE = Train(model=SMALL, validate_every=NEVER, checkpoint_every=NEVER)
 PRESETS = {
     "demo": Preset(
         _BASE,
-        cells=((16, 200), (32, 100)),
-        home=(32, 100),
+        cells=(Cell(16, 200), Cell(32, 100)),
+        home=Cell(32, 100),
         seeds=3,
         tuning_seeds=1,
         rates=(8e-3, 1.6e-2),
+        b2=(0.95,),
+        decays=(0.0, 0.1),
+        clips=(None,),
         extensions=1,
     ),
     "quick": Preset(
         _BASE,
-        cells=((16, 300), (64, 300), (64, 1200)),
-        home=(64, 300),
+        cells=(Cell(16, 300), Cell(64, 300), Cell(64, 1200), Cell(256, 300)),
+        home=Cell(64, 300),
         seeds=6,
         tuning_seeds=2,
         rates=(4e-3, 8e-3, 1.6e-2),
+        b2=(0.95, 0.99),
+        decays=(0.0, 0.1, 0.3),
+        clips=(None, 1.0),
     ),
     "full": Preset(
-        dataclasses.replace(_BASE, model=LARGE, checkpoint_every=1000),
-        cells=((16, 300), (16, 5000), (64, 300), (64, 1200), (64, 5000), (256, 1200), (512, 300)),
-        home=(64, 1200),
+        _BASE,
+        cells=(
+            *(Cell(16, 300), Cell(16, 5000), Cell(64, 300), Cell(64, 1200), Cell(512, 300)),
+            *(Cell(64, 300, 64), Cell(64, 300, 128), Cell(16, 5000, 64)),
+        ),
+        home=Cell(64, 1200),
         seeds=5,
         tuning_seeds=1,
-        rates=(1e-3, 2e-3, 4e-3),
+        rates=(4e-3, 8e-3, 1.6e-2),
+        b2=(0.95, 0.99),
+        decays=(0.0, 0.1, 0.3),
+        clips=(None, 1.0),
     ),
 }
 
 
 def run(preset: Preset, lab: Lab) -> StudyResult:
     methods = {
-        name_in(cell, name): dataclasses.replace(
-            preset.base, batch_size=cell[0], steps=cell[1], **OPTIONS[name]
-        )
+        name_in(cell, name): _in(cell, preset.base, **OPTIONS[name])
         for cell in preset.cells
         for name in (OPTIONS if cell == preset.home else (ADAM, FLOORED))
     }
     tuned = lab.tune(methods, dict.fromkeys(methods, preset.rates), preset)
     at_home = {name: tuned[name_in(preset.home, name)] for name in OPTIONS}
-    size, steps = preset.home
+    options = {name + ALIKE: _options(preset, name) for name in (ADAM, FLOORED)}
+    chosen = lab.choose(options, dict.fromkeys(options, preset.rates), preset)
     return StudyResult(
-        f"{findings.count(tuned)} The cells are {', '.join(map(_cell, preset.cells))}; all methods ran "
-        f"with {size} examples x {steps} steps. Capped: no coordinate moves by more than the learning "
-        f"rate in a step. {DECAYED}: a weight decay of 0.1. {STARTED}: the average of squares starts at "
-        "the mean of the examples' squares in the first batch, in place of 0.",
+        f"{findings.count(tuned)} The cells (examples x steps) are "
+        f"{'; '.join(map(str, preset.cells))}; all methods ran in the cell {preset.home}. Capped: no "
+        f"coordinate moves by more than the learning rate in a step. {DECAYED}: a weight decay of 0.1. "
+        f"{STARTED}: the average of squares starts at the mean of the examples' squares in the first "
+        f"batch, in place of 0. {SHARED}: mu^2 with as much of Adam's sigma^2 / B as the layer's own "
+        f"gradient is noise, capped. {SHRUNK}: where noise could have made the momentum, it is "
+        f"smaller. {CORRECTED}: the mean of the squares of eight groups, whose spread corrects its "
+        "inverse root (after arXiv 2605.20756). All tuned: the best of all combinations of "
+        f"b2 in {preset.b2}, weight decay in {preset.decays} and clipping at {preset.clips}.",
         [
             _where(preset, tuned),
             findings.at_best(at_home, lab.runs, beside(at_home)),
+            _alike(chosen, lab),
             findings.tuning(tuned),
         ],
-        findings.rows(tuned),
+        [
+            *findings.rows(tuned),
+            *findings.rows(chosen.every),
+            *findings.rows(chosen.tuned),
+            {"best": chosen.best},
+        ],
     )
 
 
 def name_in(cell: Cell, name: str) -> str:
     """The name of a method in a cell, such as `Adam, 64 x 300`."""
-    return f"{name}, {_cell(cell)}"
+    return f"{name}, {cell}"
 
 
-def _cell(cell: Cell) -> str:
-    return f"{cell[0]} x {cell[1]}"
+def _in(cell: Cell, base: Train, **options: Any) -> Train:
+    model = dataclasses.replace(base.model, width=cell.width)
+    return dataclasses.replace(
+        base, batch_size=cell.batch_size, steps=cell.steps, model=model, **options
+    )
+
+
+def _options(preset: Preset, name: str) -> dict[str, Train]:
+    """All combinations of the options that are tuned for both, by their names."""
+    return {
+        f": b2 {b2:g}, decay {decay:g}, {f'clip {clip:g}' if clip else 'no clip'}": _in(
+            preset.home, preset.base, b2=b2, weight_decay=decay, clip=clip, **OPTIONS[name]
+        )
+        for b2, decay, clip in itertools.product(preset.b2, preset.decays, preset.clips)
+    }
 
 
 # Results of a study that has not come to its end may lack cells or rivals. The others are decided at the
@@ -153,6 +220,27 @@ def beside(at_home: Mapping[str, sweep.Tuned]) -> list[decide.Verdict]:
     return verdicts
 
 
+def alike(tuned: Mapping[str, sweep.Tuned]) -> list[decide.Verdict]:
+    """Whether MSQ with a floor ends below Adam if everything is tuned for both."""
+    return [_below(tuned, FLOORED + ALIKE, ADAM + ALIKE, 0.95)]
+
+
+def _alike(chosen: Chosen, lab: Lab) -> report.Section:
+    section = findings.at_best(chosen.tuned, lab.runs, alike(chosen.tuned))
+    said = "; ".join(f"{name.removesuffix(ALIKE)}{option}" for name, option in chosen.best.items())
+    rows = [
+        [name, f"{own.method.learning_rate:.3g}", f"{tuning_loss(own):.4f}"]
+        for name, own in chosen.every.items()
+    ]
+    table = report.Table("Every combination", ["method", "learning rate", "loss that chose"], rows)
+    return dataclasses.replace(
+        section,
+        title="Everything tuned for both",
+        text=f"b2, weight decay and clipping were chosen together, on the seeds that choose: {said}.",
+        tables=[*section.tables, table],
+    )
+
+
 def _below(tuned: Mapping[str, sweep.Tuned], low: str, high: str, level: float) -> decide.Verdict:
     claim = f"{low} ends below {high}"
     return decide.compare(
@@ -162,22 +250,29 @@ def _below(tuned: Mapping[str, sweep.Tuned], low: str, high: str, level: float) 
 
 def _where(preset: Preset, tuned: Mapping[str, sweep.Tuned]) -> report.Section:
     verdicts = where(preset, tuned)
-    gains = {_cell(cell): v.difference for cell, v in zip(preset.cells, verdicts, strict=True)}
+    gains = {str(cell): v.difference for cell, v in zip(preset.cells, verdicts, strict=True)}
     rows = []
     for cell in preset.cells:
-        line = [str(cell[0]), str(cell[1])]
+        line = [*map(str, cell)]
         for name in (ADAM, FLOORED):
             own = tuned[name_in(cell, name)]
             loss = decide.estimate(list(own.reported.values()))
             line += [f"{own.method.learning_rate:.3g}", str(loss)]
-        rows.append([*line, str(gains[_cell(cell)])])
-    header = ["batch", "steps", "learning rate, Adam", "final loss", "learning rate, with a floor"]
+        rows.append([*line, str(gains[str(cell)])])
+    header = [
+        "batch",
+        "steps",
+        "width",
+        "learning rate, Adam",
+        "final loss",
+        "learning rate, with a floor",
+    ]
     cells = report.Table("Cells", [*header, "final loss, with a floor", "difference"], rows)
     return report.Section(
         "Where it ends below Adam",
         "Final losses on the half of the validation data that chose nothing, in every cell of batch "
-        "size and number of steps. The differences are paired by seeds, and their intervals have the "
-        "level that the cells share.",
+        "size, number of steps and width. The differences are paired by seeds, and their intervals have "
+        "the level that the cells share.",
         figures=[
             report.Figure(
                 f"{FLOORED} less {ADAM}",
@@ -191,7 +286,7 @@ def _where(preset: Preset, tuned: Mapping[str, sweep.Tuned]) -> report.Section:
                 cells,
                 "Learning rates and final losses of each cell",
                 f"Of {ADAM} and of {FLOORED}, each at its own best learning rate.",
-                names=2,
+                names=3,
             ),
         ],
         tables=[cells],
@@ -202,8 +297,8 @@ def _where(preset: Preset, tuned: Mapping[str, sweep.Tuned]) -> report.Section:
 STUDY = Study(
     title="A preconditioner that ends below Adam",
     question="Adam that divides by an average of mu^2, of at least one standard error of its estimate, "
-    "needs no cap. For which batch sizes and numbers of steps does it end below Adam, and does it end "
-    "below Adam with a cap, a longer average, weight decay or another start?",
+    "needs no cap. For which batch sizes, numbers of steps and widths does it end below Adam, and does "
+    "it end below other ways to improve Adam, and with all options tuned for both?",
     claim="Adam is best when mu^2 dominates what it divides by, and preconditioners that balance mean "
     "and variance are worth finding (arXiv 2510.00236). The paper's own estimator of mu^2 is not known "
     "to us in full: this one is ours.",

@@ -70,11 +70,11 @@ PRESETS = {
     ),
     "full": Preset(
         Train(model=LARGE, checkpoint_every=2000),
-        examples=131_072,
-        batch_sizes=(*_OCTAVES, 512, 1024),
+        examples=32_768,
+        batch_sizes=(*_OCTAVES, 512),
         seeds=5,
-        tuning_seeds=1,
-        rates=(1e-3, 2e-3, 4e-3),
+        tuning_seeds=2,
+        rates=(2e-3, 4e-3, 8e-3),
     ),
 }
 

@@ -75,13 +75,13 @@ PRESETS = {
     "full": Preset(
         Train(
             model=LARGE,
-            steps=10_000,
+            steps=5000,
             validate_every=1000,
             checkpoint_every=1000,
         ),
         seeds=5,
         tuning_seeds=2,
-        rates={name: tuple(rate / 4 for rate in rates) for name, rates in _RATES.items()},
+        rates={name: tuple(rate / 2 for rate in rates) for name, rates in _RATES.items()},
         looks=10,
         looked_seeds=3,
         examples=4096,

@@ -1,4 +1,9 @@
-"""Signal and noise of the gradient over a run, layer by layer, and the batch sizes they suggest."""
+"""Signal and noise of the gradient over a run, layer by layer, and the batch sizes they suggest.
+
+At the end of an annealed run the learning rate is 0, and parameters no longer move out of what they have
+fitted: the noise scale then grows for that reason alone. So the claims are about runs whose learning
+rate stays after its rise, and annealed runs with the same seeds show what annealing adds.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ from pergrad.lab.run import records, train
 from pergrad.lab.studies import _layers
 from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
+CONSTANT, ANNEALED = "constant", "cosine"  # schedules
 CLOSE = 2.0  # the factor within which noise scale and critical batch size are to agree
 EARLY = 0.1  # the end of warm-up, as a part of the run
 AT_A_TIME = 64  # examples that go through the model at a time when a run is looked at
@@ -62,9 +68,9 @@ PRESETS = {
     "full": Preset(
         Train(
             model=LARGE,
-            learning_rate=4e-3,
+            learning_rate=5e-3,
             batch_size=64,
-            steps=10_000,
+            steps=5000,
             validate_every=1000,
         ),
         seeds=5,
@@ -84,33 +90,64 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         checkpoint_every=steps // preset.looks,
         keep=0,
     )
-    runs = [dataclasses.replace(base, seed=seed) for seed in range(preset.seeds)]
-    results = lab.run(runs)
-    noise = [
+    runs = [dataclasses.replace(base, seed=seed, schedule=CONSTANT) for seed in range(preset.seeds)]
+    annealed = [dataclasses.replace(config, schedule=ANNEALED, keep=1) for config in runs]
+    results = lab.run([*runs, *annealed])
+    noise, noise_annealed = (_measured(of, lab) for of in (runs, annealed))
+    if not any(noise) or not any(noise_annealed):
+        raise LabError("all runs diverged before noise was measured for the first time.")
+    critical = _critical(preset, runs, lab)
+    losses = [
+        decide.estimate([sweep.loss_of(results[config], "test_loss") for config in of])
+        for of in (runs, annealed)
+    ]
+    return StudyResult(
+        f"{preset.seeds} runs of Adam with a learning rate of {base.learning_rate:g}, which stays after "
+        f"its rise, {steps} steps of {base.batch_size} examples; they end at a loss of {losses[0]}. "
+        f"As many annealed runs end at {losses[1]}. Signal and noise are moving "
+        f"averages over about ten measurements, of which a run has {preset.points}. Products with the "
+        f"Hessian were taken {preset.looks} times in a run, over {preset.examples} examples with "
+        f"{preset.probes} random signs.",
+        sections(noise, noise_annealed, critical, base),
+        [
+            *({"schedule": c.schedule, "seed": c.seed} | results[c] for c in (*runs, *annealed)),
+            *(row for of in (noise, noise_annealed) for by_step in of for row in by_step.values()),
+            *critical,
+        ],
+    )
+
+
+def sections(
+    noise: Noise, annealed: Noise, critical: Sequence[Mapping[str, Any]], base: Train
+) -> list[report.Section]:
+    """The page's sections, from what was measured in runs without annealing, and with it."""
+    return [_whole(noise, annealed, critical, base), _by_layer(noise, base)]
+
+
+def read(rows: Sequence[Mapping[str, Any]]) -> tuple[Noise, Noise, list[Mapping[str, Any]]]:
+    """What `sections` takes, from the rows of `results.jsonl`."""
+    measured = [row for row in rows if "signal" in row]
+    seeds = sorted({row["seed"] for row in measured})
+    noise, annealed = (
+        [
+            {row["step"]: row for row in measured if (row["schedule"], row["seed"]) == (of, seed)}
+            for seed in seeds
+        ]
+        for of in (CONSTANT, ANNEALED)
+    )
+    return noise, annealed, [row for row in rows if "curvature" in row]
+
+
+def _measured(runs: Sequence[Train], lab: Lab) -> Noise:
+    return [
         {
-            row["step"]: {"seed": config.seed, "step": row["step"]} | row["noise"]
+            row["step"]: {"schedule": config.schedule, "seed": config.seed, "step": row["step"]}
+            | row["noise"]
             for row in records.read_metrics(records.directory(lab.runs, config))
             if "noise" in row
         }
         for config in runs
     ]
-    if not any(noise):
-        raise LabError("all runs diverged before noise was measured for the first time.")
-    critical = _critical(preset, runs, lab)
-    loss = decide.estimate([sweep.loss_of(results[config], "test_loss") for config in runs])
-    return StudyResult(
-        f"{preset.seeds} runs of Adam with a learning rate of {base.learning_rate:g}, {steps} steps of "
-        f"{base.batch_size} examples; they end at a loss of {loss}. Signal and noise are moving "
-        f"averages over about ten measurements, of which a run has {preset.points}. Products with the "
-        f"Hessian were taken {preset.looks} times in a run, over {preset.examples} examples with "
-        f"{preset.probes} random signs.",
-        [_whole(noise, critical, base), _by_layer(noise, base)],
-        [
-            *({"seed": config.seed} | results[config] for config in runs),
-            *(row for by_step in noise for row in by_step.values()),
-            *critical,
-        ],
-    )
 
 
 def _critical(preset: Preset, runs: Sequence[Train], lab: Lab) -> list[dict[str, Any]]:
@@ -189,10 +226,15 @@ def _pairs(by_step: Mapping[int, Mapping[str, Any]], steps: Sequence[int], path:
     return [(row[f"signal{path}"], row[f"noise{path}"]) for row in rows]
 
 
-def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> report.Section:
+def _whole(
+    noise: Noise, annealed: Noise, critical: Sequence[Mapping[str, Any]], base: Train
+) -> report.Section:
     steps = _steps(noise)
     seeds = range(len(noise))
-    scales = [[_ratio(_pairs(by_step, [step])) for step in steps] for by_step in noise]
+    scales, scales_annealed = (
+        [[_ratio(_pairs(by_step, [step])) for step in steps] for by_step in of]
+        for of in (noise, annealed)
+    )
     early = max(0, round(EARLY * len(steps)) - 1)
     looks = sorted({row["step"] for row in critical})
 
@@ -202,12 +244,13 @@ def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> 
 
     curves = {
         "noise scale": _band(steps, scales),
+        "noise scale, annealed": _band(steps, scales_annealed),
         "noise scale, other examples": _band(
             looks, [[at("identity", s, k) for k in looks] for s in seeds]
         ),
         "critical batch size": _band(looks, [[at("curvature", s, k) for k in looks] for s in seeds]),
     }
-    level = decide.level_of_each(3)
+    level = decide.level_of_each(4)
     verdicts = [
         _if_seen(
             decide.compare,
@@ -216,6 +259,14 @@ def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> 
             {s: math.log(scales[s][-1]) for s in seeds},
             level=level,
             names=("early", "late"),
+        ),
+        _if_seen(
+            decide.compare,
+            "at the end the noise scale is lower without annealing than with it (logarithms)",
+            {s: math.log(scales[s][-1]) for s in seeds},
+            {s: math.log(scales_annealed[s][-1]) for s in seeds},
+            level=level,
+            names=("constant", "annealed"),
         ),
         _if_seen(
             decide.compare,
@@ -248,7 +299,7 @@ def _whole(noise: Noise, critical: Sequence[Mapping[str, Any]], base: Train) -> 
         "The noise scale tr Sigma / |mu|^2 is the batch size at which signal and noise of the mean "
         "gradient are equal. The critical batch size tr(H Sigma) / (mu' H mu), with the Hessian H, is "
         "the one at which a step along the gradient gains half of what is possible. Both are geometric "
-        "means over seeds.",
+        "means over seeds, of runs whose learning rate stays; the annealed runs have the same seeds.",
         figures=[
             report.Figure(
                 "Batch sizes over training",

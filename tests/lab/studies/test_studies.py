@@ -38,6 +38,7 @@ from pergrad.lab.studies import (
     demo,
     law,
     plane,
+    quantile,
     ramp,
     rivals,
     scaling,
@@ -91,7 +92,14 @@ def tiny(name: str, base: Train) -> Any:
                 base, examples=96, batch_sizes=(4,), a=(0.0, 1.0), b=(0.0, 0.25, 1.0), **faster
             )
         case "rivals":
-            return rivals.Preset(base, cells=((4, 24), (8, 12)), home=(4, 24), rates=fast, **faster)
+            cells: Any = {"cells": (rivals.Cell(8, 12, 8), rivals.Cell(16, 6, 8))}
+            tuned_alike: Any = {"b2": (0.95,), "decays": (0.0, 0.1), "clips": (None,)}
+            return rivals.Preset(
+                base, home=rivals.Cell(8, 12, 8), rates=fast, **cells, **tuned_alike, **faster
+            )
+        case "quantile":
+            norms: Any = {"batch_norms": (1.0,), "example_norms": (1.0,), "quantiles": (0.5,)}
+            return quantile.Preset(replace(base, outliers=0.25), rates=fast, **norms, **faster)
         case "scaling":
             return scaling.Preset(base, examples=96, batch_sizes=(1, 4, 16), rates=fast, **faster)
         case "clipping":
@@ -102,10 +110,18 @@ def tiny(name: str, base: Train) -> Any:
     raise AssertionError(name)
 
 
-CLAIMS = {"sign": 2, "arms": 4, "argument": 8, "adam": 8 + 2, "plane": 3, "rivals": 2 + 7, "scaling": 4}
-CLAIMS |= {"law": 4, "ramp": 3, "clipping": 8, "snr": 3}
-FIGURES = {"sign": 5, "arms": 3, "argument": 4, "adam": 4, "plane": 3, "rivals": 5, "scaling": 6}
-FIGURES |= {"law": 2, "ramp": 2, "clipping": 6, "snr": 3}
+CLAIMS = {
+    "sign": 2,
+    "arms": 4,
+    "argument": 8,
+    "adam": 8 + 2,
+    "plane": 3,
+    "rivals": 2 + 10 + 1,
+    "scaling": 4,
+}
+CLAIMS |= {"law": 4, "ramp": 3, "clipping": 8, "quantile": 4, "snr": 4}
+FIGURES = {"sign": 5, "arms": 3, "argument": 4, "adam": 4, "plane": 3, "rivals": 7, "scaling": 6}
+FIGURES |= {"law": 2, "ramp": 2, "clipping": 6, "quantile": 4, "snr": 3}
 
 
 class Ran(NamedTuple):
@@ -486,7 +502,7 @@ def test_what_has_not_run_yet_is_left_out(base):
     (verdict,) = rivals.where(preset, in_one_cell)
     assert verdict.answer == "supported" and "(97.5%" in verdict.why
     (verdict,) = rivals.beside(pair)
-    assert verdict.claim == "MSQ with a floor ends below Adam" and "(99.3%" in verdict.why
+    assert verdict.claim == "MSQ with a floor ends below Adam" and "(99.5%" in verdict.why
     assert len(rivals.beside(pair | {rivals.CAPPED: ended(2.001)})) == 3
 
 
