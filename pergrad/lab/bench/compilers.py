@@ -81,13 +81,17 @@ def compiler_of(target: TargetName) -> Compiler:
     return COMPILERS[target.partition(":")[0]]
 
 
+def is_installed(target: TargetName) -> bool:
+    return importlib.util.find_spec(compiler_of(target).package) is not None
+
+
 def use(target: TargetName) -> None:
     """Prepares this process; raises a `LabError` if the compiler is not installed.
 
     JAX is kept on the CPU, which has nothing to do but trace: otherwise it would look for a chip.
     """
     compiler = compiler_of(target)
-    if importlib.util.find_spec(compiler.package) is None:
+    if not is_installed(target):
         raise LabError(
             f"--target {target} needs the compiler for {compiler.chips}: "
             f"pip install 'pergrad[{compiler.extra}]'."

@@ -13,7 +13,7 @@ from typing import Any
 FOLDER = Path(__file__).parent / "found"
 
 
-def rows(name: str, preset: str = "quick") -> list[dict[str, Any]]:
-    """The lines of a study's results. The first one says by which command and commit they were made."""
-    with gzip.open(FOLDER / f"{name}-{preset}.jsonl.gz", "rt") as opened:
+def rows(name: str) -> list[dict[str, Any]]:
+    """The lines of results such as `sign-quick`. The first says by which command and commit."""
+    with gzip.open(FOLDER / f"{name}.jsonl.gz", "rt") as opened:
         return [json.loads(line) for line in opened]

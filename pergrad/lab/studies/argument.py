@@ -155,7 +155,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         f"the last. There, mu and sigma come from {preset.examples} examples, and each placement of the "
         f"sign takes {preset.trials} averages over {preset.batches} fresh batches, with the decay "
         f"{base.b1:g}.",
-        [_shares(looks), _by_noise(looks), _by_group(looks)],
+        [_shares(looks), _by_noise(looks), by_group(looks)],
         [look._asdict() for look in looks],
     )
 
@@ -305,7 +305,7 @@ def _by_noise(looks: Sequence[Look]) -> report.Section:
     )
 
 
-def _by_group(looks: Sequence[Look]) -> report.Section:
+def by_group(looks: Sequence[Look]) -> report.Section:
     names = list(looks[0].groups)
 
     def mean(name: str, of: Callable[[Mapping[str, Any]], float]) -> float:

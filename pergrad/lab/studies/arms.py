@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
 from pergrad.lab.pages import findings
 from pergrad.lab.run import optimizers, train
@@ -78,14 +79,18 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
     }
     rates = {name: preset.rates.get(name, preset.rates[MICRO]) for name in methods}
     tuned = lab.tune(methods, rates, preset)
-    pairs = [(later, earlier) for earlier, later in itertools.pairwise(methods)]
-    verdicts = findings.compare(tuned, [(MEAN, MICRO), *pairs])
     return StudyResult(
         f"{findings.count(tuned)} A run takes {preset.base.steps} steps of {preset.base.batch_size} "
         "examples. In the layers that an arm's name has, the sign is taken of the mean gradient.",
-        [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned)],
+        [findings.at_best(tuned, lab.runs, decided(tuned)), findings.tuning(tuned)],
         findings.rows(tuned),
     )
+
+
+def decided(tuned: Mapping[str, sweep.Tuned]) -> list[decide.Verdict]:
+    """Whether Sign ends below MicroSign, and each arm below the one before it."""
+    pairs = [(later, earlier) for earlier, later in itertools.pairwise(tuned)]
+    return findings.compare(tuned, [(MEAN, MICRO), *pairs])
 
 
 STUDY = Study(

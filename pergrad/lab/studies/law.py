@@ -171,7 +171,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         f"examples. Grids of learning rates have a factor of 2. The decays of the averages stay as they "
         f"are. The noise scale, measured in {preset.seeds} more runs of Adam at batch {HOME}, is "
         f"{noise_scale:.0f}.",
-        [_law(best, noise_scale)],
+        [section(best, noise_scale)],
         [*rows, {"noise_scale": noise_scale}],
     )
 
@@ -272,7 +272,7 @@ def verdicts(best: Best, noise_scale: float) -> list[decide.Verdict]:
     return found
 
 
-def _law(best: Best, noise_scale: float) -> report.Section:
+def section(best: Best, noise_scale: float) -> report.Section:
     def estimated(values: Any) -> decide.Estimate | None:
         known = [x for x in values if math.isfinite(x)]
         return decide.estimate(known) if known else None

@@ -9,97 +9,115 @@ round: rounds pair times as seeds pair runs. The rule is fixed here, before any 
 by the logarithm of their ratio in every round, at every size, at a level that all sizes of all claims
 share (see `decide`). A claim about several sizes is contradicted if one of them contradicts it, and
 supported if all of them support it. Memory is what XLA sets aside. It is exact, so there is no interval.
+
+A convolutional network has T positions, too: the 64 pixels of a piece of a photograph. There D varies.
+If XLA's compiler for TPUs is installed, the same programs are compiled for one, and not run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pergrad.lab.bench import price, tasks
+from pergrad.lab.bench import compilers, price, target, tasks
 from pergrad.lab.compare import decide
-from pergrad.lab.config import Train
-from pergrad.lab.pages import figures, report
-from pergrad.lab.run import train
+from pergrad.lab.config import KindName, Train
+from pergrad.lab.pages import report
+from pergrad.lab.run import images, train
+from pergrad.lab.studies import _points
+from pergrad.lab.studies._points import CNN, LSTM, NAMES, TARGET, TRANSFORMER, Point
 from pergrad.lab.studies._study import Lab, Study, StudyResult
-from pergrad.lab.timing import Result, silent
+from pergrad.lab.timing import silent
 
+PIXELS = images.PIECE**2  # of an example of the CNN
 LIMIT = 1.2  # up to so many times `jax.grad` count as little
-NAMES = (tasks.PERGRAD, tasks.VMAP)
+Size = tuple[str, int, int]  # model, D, T
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How much is measured: all D with all T / D, at a fixed number of tokens B T."""
+    """How much is measured: all D with all T / D, at a fixed number of tokens B T.
+
+    The LSTM has `lstm_widths` and `lstm_ratios`, and the CNN `cnn_widths`.
+    """
 
     widths: tuple[int, ...]
     ratios: tuple[float, ...]
+    lstm_widths: tuple[int, ...]
+    lstm_ratios: tuple[float, ...]
+    cnn_widths: tuple[int, ...]
     tokens: int
     layers: int
     rounds: int
     budget: float  # seconds that a candidate may take at one size
     base: Train = dataclasses.field(default_factory=Train)
 
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One size, and what was measured there, by candidate."""
-
-    width: int
-    length: int
-    batch_size: int
-    results: Mapping[str, Result]
-
     @property
-    def where(self) -> str:
-        return f"D {self.width}, T {self.length}"
-
-    def log_times(self, name: str, beside: str) -> dict[int, float]:
-        """The logarithms of a candidate's times, in the rounds that both candidates have."""
-        rounds = min(len(self.results[name].seconds), len(self.results[beside].seconds))
-        return {i: math.log(self.results[name].seconds[i]) for i in range(rounds)}
-
-    def memory(self, name: str) -> float:
-        """Memory as a multiple of that of `jax.grad`."""
-        return self.results[name].ratios(self.results[tasks.FLOOR])["memory"]
-
-    def time(self, name: str) -> decide.Estimate:
-        """Time as a multiple of `jax.grad`'s: the geometric mean over rounds, with its interval."""
-        ours, floor = self.log_times(name, tasks.FLOOR), self.log_times(tasks.FLOOR, name)
-        e = decide.estimate([ours[i] - floor[i] for i in ours])
-        return decide.Estimate(math.exp(e.mean), math.exp(e.low), _exp(e.high), e.n)
+    def sizes(self) -> list[Size]:
+        """The model, D and T of everything that is measured."""
+        lines = [(TRANSFORMER, self.widths, self.ratios), (LSTM, self.lstm_widths, self.lstm_ratios)]
+        return [
+            *(
+                (model, width, round(width * ratio))
+                for model, widths, ratios in lines
+                for width in widths
+                for ratio in ratios
+            ),
+            *((CNN, width, PIXELS) for width in self.cnn_widths),
+        ]
 
 
 def run(sizes: Preset, lab: Lab) -> StudyResult:
     """Measures every size, in this process alone: others would disturb the times."""
-    wanted = [(width, round(width * ratio)) for width in sizes.widths for ratio in sizes.ratios]
+    wanted = sizes.sizes
     points = []
-    for done, (width, length) in enumerate(wanted, 1):
-        points.append(_measure(sizes, width, length))
+    if is_compiled := compilers.is_installed(TARGET):
+        compilers.use(TARGET)
+    for done, (model, width, length) in enumerate(wanted, 1):
+        points.append(_measure(sizes, model, width, length, is_compiled))
         said = ", ".join(f"{name} {points[-1].time(name).mean:.2f}" for name in NAMES)
         lab.say(f"{done} of {len(wanted)}: {points[-1].where}: {said} x jax.grad")
     machine = price.machine()
     devices = ", ".join(machine["devices"])
     ran = (
-        "The mean and the second moment of per-example gradients. The model is "
-        f"{'an LSTM' if sizes.base.model.kind == 'lstm' else 'a transformer'} with {sizes.layers} "
-        f"block{'s' * (sizes.layers > 1)}, in batches of {sizes.tokens} bytes of text, cut "
-        f"into B sequences of T. The candidates take turns in {sizes.rounds} rounds, each until it "
-        f"has used {sizes.budget:g} seconds. On {machine['cores']} cores ({devices}), "
+        "The mean and the second moment of per-example gradients. The models are a transformer and an "
+        f"LSTM with {sizes.layers} layer{'s' * (sizes.layers > 1)}, in batches of {sizes.tokens} bytes "
+        f"of text, cut into B sequences of T, and a convolutional network, in batches of as many "
+        f"pixels, in pieces of {PIXELS}. The candidates take turns in {sizes.rounds} rounds, each until "
+        f"it has used {sizes.budget:g} seconds. On {machine['cores']} cores ({devices}), "
         f"{machine['platform']}. The intervals are about rounds of one process: compiled again, or on "
         "another machine, times may differ by more."
     )
-    return StudyResult(ran, [_times(points), _memory(points)], [row for p in points for row in _rows(p)])
+    return StudyResult(
+        ran,
+        sections(points),
+        [row for p in points for row in _points.rows(p)],
+    )
 
 
-def _measure(sizes: Preset, width: int, length: int) -> Point:
-    batch_size = sizes.tokens // length
-    model = dataclasses.replace(sizes.base.model, layers=sizes.layers, width=width, context=length)
-    problem = train.make_problem(dataclasses.replace(sizes.base, model=model, batch_size=batch_size))
+def sections(points: Sequence[Point]) -> list[report.Section]:
+    return [_times(points), _memory(points), _compiled(points)]
+
+
+def _config(sizes: Preset, model: str, width: int, length: int) -> Train:
+    shape = {"layers": sizes.layers, "width": width}
+    base = dataclasses.replace(sizes.base, batch_size=sizes.tokens // length)
+    if model == CNN:
+        pixels = dataclasses.replace(base.model, **shape)
+        return dataclasses.replace(base, domain="images", data="photos", model=pixels)
+    kind: KindName = "lstm" if model == LSTM else "transformer"
+    sequences = dataclasses.replace(base.model, **shape, kind=kind, context=length)
+    return dataclasses.replace(base, model=sequences)
+
+
+def _measure(sizes: Preset, model: str, width: int, length: int, is_compiled: bool) -> Point:
+    config = _config(sizes, model, width, length)
+    problem = train.make_problem(config)
     found = price.measure(
         problem.loss,
         tasks.TASKS["moments"],
@@ -110,7 +128,14 @@ def _measure(sizes: Preset, width: int, length: int) -> Point:
         budget=sizes.budget,
         say=silent,
     )
-    return Point(width, length, batch_size, {result.name: result for result in found.results})
+    results = {result.name: result for result in found.results}
+    abstract = jax.eval_shape(lambda *args: args, problem.params, jnp.asarray(problem.batches[0]))
+    judged = {}
+    for name in (tasks.FLOOR, *NAMES) if is_compiled else ():
+        candidate = tasks.make(name, problem.loss, tasks.TASKS["moments"])
+        found = target.judge(candidate, abstract, TARGET)
+        judged[name] = _points.Judged(found.seconds, found.temp_bytes)
+    return Point(model, width, length, config.batch_size, results, judged)
 
 
 # The claims.
@@ -137,7 +162,7 @@ def time_verdict(
     )
     worst, point = max(zip(each, points, strict=True), key=lambda pair: pair[0].difference.mean)
     e = worst.difference
-    mean, low, high = (f"{limit * _exp(x):.2f}" for x in (e.mean, e.low, e.high))
+    mean, low, high = (f"{limit * _points.exp(x):.2f}" for x in (e.mean, e.low, e.high))
     why = (
         f"supported at {count[0]} and contradicted at {count[1]} of {len(each)} sizes; the largest "
         f"ratio is {mean} ({100 * level:.3g}%: {low} to {high}, {e.n} rounds), at {point.where}"
@@ -171,23 +196,30 @@ def _times(points: Sequence[Point]) -> report.Section:
         "Time",
         "Ratios are between runs of the same round.",
         figures=[
-            report.Figure(
+            *_points.each(
+                points,
                 "Time as a multiple of jax.grad",
                 "Mean and second moment. The geometric mean over rounds.",
-                _lines(points, "time x jax.grad", lambda p, name: p.time(name)),
+                "time x jax.grad",
+                lambda p, name: p.time(name),
             ),
-            report.Figure(
+            *_points.each(
+                points,
                 "Time of one call",
                 "Mean and second moment: the fastest round, and the quartiles of the rounds.",
-                _lines(points, "ms", _milliseconds, **ABSOLUTE),
+                "ms",
+                _points.milliseconds,
+                **_points.ABSOLUTE,
             ),
-            report.Figure(
+            *_points.each(
+                points,
                 "Time to trace and compile, as a multiple of jax.grad",
                 "Mean and second moment. It was compiled once.",
-                _lines(points, "time to compile x jax.grad", _compile),
+                "time to compile x jax.grad",
+                _points.compiling,
             ),
         ],
-        tables=[_table(points)],
+        tables=[_points.table(points)],
         verdicts=[
             time_verdict(
                 f"with T at least D, {tasks.PERGRAD} takes less than {LIMIT} times jax.grad",
@@ -215,15 +247,20 @@ def _memory(points: Sequence[Point]) -> report.Section:
         "What XLA sets aside for intermediate results. Parameters, batch and results come on top: "
         "with a second moment, the results are twice those of jax.grad.",
         figures=[
-            report.Figure(
+            *_points.each(
+                points,
                 "Temporary memory as a multiple of jax.grad",
                 "Mean and second moment.",
-                _lines(points, "memory x jax.grad", lambda p, name: _exact(p.memory(name))),
+                "memory x jax.grad",
+                lambda p, name: _points.exact(p.memory(name)),
             ),
-            report.Figure(
+            *_points.each(
+                points,
                 "Temporary memory",
                 "Mean and second moment.",
-                _lines(points, "MB", _megabytes, **ABSOLUTE),
+                "MB",
+                _points.megabytes,
+                **_points.ABSOLUTE,
             ),
         ],
         verdicts=[
@@ -239,84 +276,31 @@ def _memory(points: Sequence[Point]) -> report.Section:
     )
 
 
-def _exact(value: float) -> decide.Estimate:
-    return decide.Estimate(value, value, value, 1)
-
-
-def _milliseconds(point: Point, name: str) -> decide.Estimate:
-    result = point.results[name]
-    low, _, high = (1e3 * x for x in result.quartiles)
-    return decide.Estimate(1e3 * result.minimum, low, high, len(result.seconds))
-
-
-def _compile(point: Point, name: str) -> decide.Estimate:
-    return _exact(point.results[name].ratios(point.results[tasks.FLOOR])["compile"])
-
-
-def _megabytes(point: Point, name: str) -> decide.Estimate:
-    return _exact(point.results[name].executable.temp_bytes / 1e6)
-
-
-# For figures of times and bytes themselves, which `jax.grad` has, too.
-ABSOLUTE: dict[str, Any] = {
-    "names": (tasks.FLOOR, *NAMES),
-    "interval": "quartiles over rounds",
-    "reference": None,
-}
-
-
-def _lines(
-    points: Sequence[Point],
-    label: str,
-    of: Callable[[Point, str], decide.Estimate],
-    *,
-    names: Sequence[str] = NAMES,
-    interval: str = "95% interval over rounds",
-    reference: tuple[float, str] | None = (1.0, "jax.grad"),
-) -> Callable[..., None]:
-    widths = dict.fromkeys(point.width for point in points)
-    curves = {}
-    for name in names:
-        for width in widths:
-            own = sorted((p for p in points if p.width == width), key=lambda p: p.length)
-            found = [(p.length / p.width, e.mean, e.low, e.high) for p in own for e in [of(p, name)]]
-            curves[f"{name}, D {width}"] = tuple(np.array(found).T)
-    return lambda fig: figures.lines_with_bands(
-        fig,
-        curves,
-        "T / D",
-        label,
-        logx=True,
-        logy=True,
-        interval=interval,
-        reference=reference,
-    )
-
-
-def _table(points: Sequence[Point]) -> report.Table:
-    header = ["D", "T", "T / D", "B", "candidate", "fastest ms", "quartiles ms", "time x"]
-    header += ["memory MB", "memory x", "compile x"]
+def _compiled(points: Sequence[Point]) -> report.Section:
+    """What programs cost on a TPU, as its compiler says."""
+    title = f"Compiled for {TARGET}, not run on it"
+    if not any(point.judged for point in points):
+        needed = compilers.compiler_of(TARGET)
+        return report.Section(
+            title,
+            f"XLA's compiler for {needed.chips} is not installed. It comes with "
+            f"pip install 'pergrad[{needed.extra}]'.",
+        )
     rows = []
     for point in points:
-        for name, result in point.results.items():
-            ratios = result.ratios(point.results[tasks.FLOOR])
-            size = [point.width, point.length, f"{point.length / point.width:g}", point.batch_size]
-            low, _, high = (f"{1e3 * x:.1f}" for x in result.quartiles)
-            mean = point.time(name).mean
-            time = [f"{1e3 * result.minimum:.1f}", f"{low} to {high}", f"{mean:.2f}"]
-            memory = [f"{result.executable.temp_bytes / 1e6:.1f}", f"{ratios['memory']:.2f}"]
-            rows.append([*map(str, size), name, *time, *memory, f"{ratios['compile']:.2f}"])
-    return report.Table("All that was measured", header, rows)
-
-
-def _rows(point: Point) -> list[dict[str, Any]]:
-    size = {"width": point.width, "length": point.length, "batch_size": point.batch_size}
-    return [size | numbers for numbers in price.numbers(list(point.results.values()))]
-
-
-def _exp(x: float) -> float:
-    """exp(x), infinite where that overflows, as for the interval of a single round."""
-    return math.exp(x) if x < 700 else math.inf
+        floor = point.judged[tasks.FLOOR]
+        cells = [
+            f"{own.seconds / floor.seconds:.2f} ({own.temp_bytes / floor.temp_bytes:.2f})"
+            for own in (point.judged[name] for name in NAMES)
+        ]
+        rows.append([point.model, str(point.width), str(point.length), *cells])
+    table = report.Table(title, ["model", "D", "T", *NAMES], rows)
+    return report.Section(
+        title,
+        "The time that the compiler estimates, and in brackets the temporary memory that it sets aside, "
+        "as multiples of jax.grad's. Both are in float32, as on the CPU.",
+        tables=[table],
+    )
 
 
 DOUBLINGS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
@@ -324,15 +308,34 @@ DOUBLINGS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 STUDY = Study(
     title="What statistics cost beside jax.grad",
     question="How much time and memory do the mean and the second moment of per-example gradients take "
-    "beside jax.grad, as the length T of the sequences varies beside the width D of a transformer?",
+    "beside jax.grad, as the number T of positions varies beside the width D, in a transformer, an LSTM "
+    "and a convolutional network?",
     claim="Statistics beyond the mean cost little (arXiv 2510.00236). For sequences, vmap(grad) takes "
     "memory for gradients in proportion to B D^2 and for activations to B D T, so with T at least D the "
     "gradients are not the larger part; a transformer with 1.2 billion parameters took about 17% more "
     f"time and no more memory. Little is taken to be {LIMIT} times jax.grad.",
     presets={
-        "demo": Preset((32,), (1 / 4, 1.0, 4.0), tokens=1024, layers=1, rounds=5, budget=5.0),
-        "quick": Preset((64, 128), DOUBLINGS, tokens=4096, layers=2, rounds=8, budget=40.0),
-        "full": Preset((64, 128, 256), DOUBLINGS, tokens=8192, layers=4, rounds=20, budget=90.0),
+        "demo": Preset(
+            *((32,), (1 / 4, 1.0, 4.0), (32,), (1.0,), (16,)),
+            tokens=1024,
+            layers=1,
+            rounds=5,
+            budget=5.0,
+        ),
+        "quick": Preset(
+            *((64, 128), DOUBLINGS, (64,), DOUBLINGS[1:-1:2], (16, 64, 256)),
+            tokens=4096,
+            layers=2,
+            rounds=8,
+            budget=20.0,
+        ),
+        "full": Preset(
+            *((64, 128, 256), DOUBLINGS, (64, 128), DOUBLINGS[:-1], (16, 32, 64, 128, 256)),
+            tokens=8192,
+            layers=4,
+            rounds=20,
+            budget=60.0,
+        ),
     },
     run=run,
     domains=("text",),  # whose sequences can grow

@@ -240,7 +240,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         f"{len(rows)} training runs of Adam, each over {preset.examples} examples. Learning rates were "
         f"chosen on {preset.tuning_seeds} seeds of their own, and each plan then ran with "
         f"{preset.seeds} other seeds.",
-        [_ends(preset, runs, chosen)],
+        [ended(preset, runs, chosen)],
         list(rows.values()),
     )
 
@@ -284,7 +284,7 @@ def verdicts(preset: Preset, losses: Mapping[str, Mapping[int, float]]) -> list[
     ]
 
 
-def _ends(preset: Preset, runs: Runs, chosen: Mapping[str, float]) -> report.Section:
+def ended(preset: Preset, runs: Runs, chosen: Mapping[str, float]) -> report.Section:
     losses = {
         name: {
             seed: math.inf if run["test_loss"] is None else run["test_loss"] for seed, run in own.items()

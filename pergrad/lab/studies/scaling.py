@@ -131,7 +131,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         f"batches of {min(preset.batch_sizes)} to {max(preset.batch_sizes)}. Only the learning rate "
         "follows the rule: the decays of the averages stay as they are.",
         [
-            _final(losses, home, noise_scale),
+            final(losses, home, noise_scale),
             _curves(curves),
             findings.tuning(tuned, title=f"The learning rate at batch {home}"),
         ],
@@ -231,7 +231,7 @@ def _said(octaves: Octaves) -> str:
     return f"{shown:g} octaves" if shown == possible else f"{shown:g} octaves (at most {possible:g})"
 
 
-def _final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> report.Section:
+def final(losses: Losses, home: int, noise_scale: Mapping[str, float]) -> report.Section:
     agree = {rule: agreeing(own, home) for rule, own in losses.items()}
     ranges = {rule: octaves(own, home) for rule, own in agree.items()}
     largest = max(losses[SQRT])

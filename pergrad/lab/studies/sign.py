@@ -101,7 +101,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
     verdicts += [_longer(preset, tuned, pair) for pair in preset.too_short]
     sections = [findings.at_best(tuned, lab.runs, verdicts), findings.tuning(tuned)]
     if looks:  # unless all of those runs diverged before the first look
-        sections += [_disagreement(looks)]
+        sections += [disagreement(looks)]
     looked = (
         f" Signs were looked at in {preset.looked_seeds} more runs of {LATE}, {preset.looks} times "
         f"each, with {preset.examples} examples."
@@ -116,7 +116,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
 
 def _longer(preset: Preset, tuned: Mapping[str, sweep.Tuned], pair: tuple[str, str]) -> decide.Verdict:
     """The verdict on a claim that these runs are too short for: what longer ones found."""
-    log = _found.rows("sign")
+    log = _found.rows("sign-quick")
     methods = {name: preset.base for name in tuned}
     longer = findings.compare(findings.read(log, methods), CLAIMS)[CLAIMS.index(pair)]
     own = findings.compare(tuned, [pair])[0]
@@ -170,7 +170,7 @@ def measure(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _disagreement(looks: list[dict[str, Any]]) -> report.Section:
+def disagreement(looks: list[dict[str, Any]]) -> report.Section:
     """The section on where the mean of the signs points the other way than the mean gradient."""
     groups = _layers.groups(row["layer"] for row in looks)
     steps = sorted({row["step"] for row in looks})

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pergrad.lab import timing
-from pergrad.lab.bench import tasks
+from pergrad.lab.bench import compilers, tasks
 from pergrad.lab.compare.decide import CONTRADICTED, NOT_SHOWN, SUPPORTED
 from pergrad.lab.config import Train
-from pergrad.lab.studies import overhead
+from pergrad.lab.studies import _points, overhead
 from pergrad.lab.studies._study import Lab, write
 from tests.support import labs, pages, sheets
 
@@ -33,7 +33,12 @@ def made_up(name: str, *seconds: float, temp_bytes: float = 1e6) -> timing.Resul
 
 def test_overhead(text, tmp_path):
     sizes = overhead.Preset(
-        (16,), (1 / 2, 1.0), tokens=32, layers=1, rounds=3, budget=10.0, base=Train(data=str(text))
+        *((16,), (1 / 2, 1.0), (8,), (2.0,), (8,)),
+        tokens=128,
+        layers=1,
+        rounds=3,
+        budget=10.0,
+        base=Train(data=str(text)),
     )
     said = []
     lab = Lab(tmp_path / "runs", say=said.append)
@@ -41,18 +46,24 @@ def test_overhead(text, tmp_path):
         path, answers = write(overhead.STUDY, sizes, tmp_path, lab, "pergrad study overhead")
     page = path.read_text()
     assert len(answers) == 5
-    assert len(said) == 2 and said[1].startswith("2 of 2: D 16, T 16: pergrad ")
+    assert len(said) == 4 and said[1].startswith("2 of 4: transformer, D 16, T 16: pergrad ")
     _, *rows = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
-    every = [(8, 4), (16, 2)]
-    assert [(row["length"], row["batch_size"], row["candidate"]) for row in rows] == [
+    every = [("transformer", 8, 16), ("transformer", 16, 8), ("LSTM", 16, 8), ("CNN", 64, 2)]
+    compiled = [row for row in rows if "target" in row]
+    assert len(compiled) == (3 * len(every) if compilers.is_installed("tpu:v5e") else 0)
+    assert ("pergrad[tpu-aot]" in page) == (not compiled)
+    again = [section.verdicts for section in overhead.sections(_points.read(rows))]
+    assert [verdict for own in again for verdict in own] == answers
+    rows = [row for row in rows if "target" not in row]
+    assert [(row["model"], row["length"], row["batch_size"], row["candidate"]) for row in rows] == [
         (*size, name) for size in every for name in (tasks.FLOOR, tasks.VMAP, tasks.PERGRAD)
     ]
     assert all(len(row["seconds"]) == len(row["quartiles"]) == 3 for row in rows)
     assert all(row["temp_bytes"] > 0 and row["ratios"]["memory"] > 0 for row in rows)
-    assert page.count('src="data:image/svg') == 5 and "pergrad study overhead" in page
+    assert page.count('src="data:image/svg') == 3 * 5 and "pergrad study overhead" in page
     assert page.count('class="answer ') == 2 * 5  # above all, and in their sections
     files = sorted(path.suffix for path in (tmp_path / "figures").iterdir())
-    assert files == [".png"] * 5 + [".svg"] * 5
+    assert files == [".png"] * 15 + [".svg"] * 15
 
 
 def a_point(length: int, ratio: float, temp_bytes: float = 1.1e6) -> overhead.Point:
@@ -61,7 +72,7 @@ def a_point(length: int, ratio: float, temp_bytes: float = 1.1e6) -> overhead.Po
     floor = made_up(tasks.FLOOR, *disturbed)
     ours = [ratio * s * (1 + 0.01 * (-1) ** i) for i, s in enumerate(disturbed[:8])]
     results = {tasks.FLOOR: floor, tasks.PERGRAD: made_up(tasks.PERGRAD, *ours, temp_bytes=temp_bytes)}
-    return overhead.Point(32, length, 2, results)
+    return overhead.Point("transformer", 32, length, 2, results)
 
 
 @pytest.mark.parametrize(
