@@ -91,8 +91,8 @@ def test_auto_takes_what_is_fast_on_a_tpu(target, case, task):
     assert times[size] <= 1.01 * min(times.values())
 
 
-# The temporary memory of clipped means at several microbatch sizes, as multiples of that of `jax.grad`, by
-# the compiler for an H100.
+# The temporary memory of clipped means at several microbatch sizes, by the compiler for an H100, as
+# multiples of that of `jax.grad`.
 CLIPPED_ON_GPU = {"large_transformer_scanned": {2: 0.86, 4: 1.54}, "billion": {1: 0.59, 2: 1.26}}
 
 
