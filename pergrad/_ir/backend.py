@@ -42,6 +42,7 @@ class Backend:
     where products should not be batched. `memory` is how many bytes the device has. `copies_beside` says
     whether copies between memory and cache run beside products, as on a TPU, whose compiler plans them.
     `keeps_states` says whether the states of a stream stay in the cache from one example to the next.
+    `stores_less` says whether XLA stores less than on other devices, as `counts` has it.
 
     The file leaves out the last three fields where they make no difference, which is if they are
     infinite.
@@ -61,6 +62,7 @@ class Backend:
     memory: float
     copies_beside: bool
     keeps_states: bool
+    stores_less: bool
     looped_convolution_rate: float = math.inf
     fresh_rate: float = math.inf
     kept_size: float = math.inf

@@ -11,11 +11,11 @@ from pergrad._ir import Is, Loop, counts, dependent_inputs, dependents, is_in, t
 PRODUCTS = those_that_are(Is.PRODUCT)
 
 
-def bytes_of(part: Part, eqns: list[JaxprEqn], size: int) -> float:
+def bytes_of(part: Part, eqns: list[JaxprEqn], size: int, stores_less: bool) -> float:
     """Temporary memory of the equations for `size` examples, without the variables that tails make.
 
     For the equations of the whole program that is the temporary memory of `jax.grad`, because the tails
-    make its results, which are not temporary.
+    make its results, which are not temporary. `stores_less` is a fact about the device (see `counts`).
     """
     made_by_tails = {
         v
@@ -34,11 +34,11 @@ def bytes_of(part: Part, eqns: list[JaxprEqn], size: int) -> float:
     def inside(eqn: JaxprEqn) -> float:
         cut_loop = loops.get(eqn.outvars[0]) if eqn.outvars else None
         if cut_loop is not None:
-            return bytes_of(cut_loop.body, cut_loop.loop.body.jaxpr.eqns, size)
+            return bytes_of(cut_loop.body, cut_loop.loop.body.jaxpr.eqns, size, stores_less)
         copies = 1 if part.varies.isdisjoint(eqn.outvars) else size
-        return copies * counts.peak_bytes_inside(eqn)
+        return copies * counts.peak_bytes_inside(eqn, stores_less)
 
-    return counts.peak_bytes(eqns, nbytes_of, lambda v: v not in made_by_tails, inside)
+    return counts.peak_bytes(eqns, nbytes_of, lambda v: v not in made_by_tails, inside, stores_less)
 
 
 def operations_of(part: Part, size: int) -> tuple[float, float]:

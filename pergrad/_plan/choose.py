@@ -87,6 +87,11 @@ class TailPlan:
         return list(dict.fromkeys(s for choice in own for s in choice.statistics))
 
     @property
+    def temporary_bytes(self) -> float:
+        """The temporary memory of the tail, for the examples that run at a time."""
+        return max((c.strategy.temporary_bytes(c.work) for c in self.choices), default=0)
+
+    @property
     def seconds_of_waiting(self) -> float:
         """The price of the norms and of what waits for them, for the examples that run at a time."""
         norms = (c for c in self.of(Phase.FIRST) if any(map(_is_norm, c.statistics)))

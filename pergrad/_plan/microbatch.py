@@ -74,7 +74,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
@@ -98,13 +98,13 @@ def choose_microbatch_size(
     drops: bool,
     room: float,
 ) -> int:
-    """The divisor of the batch size with the least price, among those whose activations fit.
+    """The divisor of the batch size with the least price, among those that fit.
 
     `planned(size)` gives the plans of all tails for `size` examples at a time. If `drops` is true, all
-    accumulators wait for norms. `room` is how many bytes the activations may take at the most.
+    accumulators wait for norms. `room` is how many bytes activations and tails may take at the most.
     """
     eqns = equations_of(cut)
-    a = activations(cut, 2) - activations(cut, 1)
+    a = activations(cut, 2, device) - activations(cut, 1, device)
     tails = [_Traffic.of(tail, wanted) for tail in cut.all_tails()]
     each = counts.equations(eqns) * device.equation + device.loop_round
     for nbytes, times in parameters_read_in_loops(eqns, cut.varies):
@@ -132,8 +132,13 @@ def choose_microbatch_size(
         price *= device.example_axis if m > 1 and not has_loop else 1
         return price + (waiting(m) if waits else 0)
 
+    def fits(m: int) -> bool:
+        if m * a > device.working_set:
+            return False
+        return room == math.inf or bytes_at_once(cut, planned(m), m, device) <= room
+
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
-    return min([m for m in divisors if m * a <= min(device.working_set, room)] or [1], key=seconds)
+    return min([m for m in divisors if fits(m)] or [1], key=seconds)
 
 
 def _share_spilled(nbytes: float, device: Backend) -> float:
@@ -187,6 +192,14 @@ def _bytes_of_states(accumulators: Sequence[Accumulator], grad: Atom) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
 
 
-def activations(cut: Cut, size: int) -> float:
+def bytes_at_once(cut: Cut, tails: Iterable[TailPlan], size: int, device: Backend) -> float:
+    """Temporary memory of `size` examples at a time.
+
+    The tails run one after the other, so only the largest one counts.
+    """
+    return activations(cut, size, device) + max(tail.temporary_bytes for tail in tails)
+
+
+def activations(cut: Cut, size: int, device: Backend) -> float:
     """Temporary memory of `jax.grad` for `size` examples."""
-    return bytes_of(cut, cut.program.jaxpr.eqns, size)
+    return bytes_of(cut, cut.program.jaxpr.eqns, size, device.stores_less)

@@ -13,7 +13,7 @@ from pergrad._ir import Backend, backend, counts
 from pergrad._plan import table
 from pergrad._plan.backbone import operations_of
 from pergrad._plan.choose import TailPlan
-from pergrad._plan.microbatch import activations
+from pergrad._plan.microbatch import activations, bytes_at_once
 from pergrad._plan.schedule import Schedule
 from pergrad._plan.table import Row, ratio, short
 from pergrad._strategies import Work
@@ -95,12 +95,10 @@ def describe(schedule: Schedule, cut: Cut, devices: int) -> Plan:
         backend=device.name,
         operations=varying + rounds * fixed + sum(row.operations for row in rows.values()),
         plain_operations=varying + fixed + sum(row.plain_operations for row in rows.values()),
-        # The tails run one after the other, so only the largest one counts. Factors that have to be kept
-        # are kept until the end.
-        bytes=activations(cut, at_once)
-        + max(row.bytes for row in rows.values())
+        # Factors that have to be kept are kept until the end.
+        bytes=bytes_at_once(cut, tails, at_once, device)
         + sum(_kept_bytes(t, batch_size) for t in tails if rounds > 1),
-        plain_bytes=activations(cut, batch_size),
+        plain_bytes=activations(cut, batch_size, device),
         devices=devices,
     )
 
@@ -143,7 +141,7 @@ def _rows(
             strategy=", ".join(map(str, (c.strategy for c in choices))) or "-",
             operations=share * operations * batch_size / at_once,
             plain_operations=share * _whole_work(tail_plan, batch_size, device).summing_operations,
-            bytes=max((c.strategy.temporary_bytes(c.work) for c in choices), default=0),
+            bytes=tail_plan.temporary_bytes,
             reason="; ".join(dict.fromkeys(c.reason for c in choices)),
         )
         for param in tail.params

@@ -53,7 +53,7 @@ def make_schedule(
 ) -> Schedule:
     """The schedule for `batch_size` examples. `wanted` has the statistics of every parameter.
 
-    With `microbatch_size="auto"`, the activations of a microbatch take at most `room` bytes.
+    With `microbatch_size="auto"`, activations and tails of a microbatch take at most `room` bytes.
     """
     device = backend.backend()
 

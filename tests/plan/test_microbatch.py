@@ -91,6 +91,51 @@ def test_auto_takes_what_is_fast_on_a_tpu(target, case, task):
     assert times[size] <= 1.01 * min(times.values())
 
 
+# The temporary memory of clipped means at several microbatch sizes, by the compiler for an H100, as
+# multiples of that of `jax.grad`.
+CLIPPED_ON_GPU = {"large_transformer_scanned": {2: 0.86, 4: 1.54}, "billion": {1: 0.59, 2: 1.26}}
+
+
+@pytest.mark.parametrize("case", CLIPPED_ON_GPU)
+def test_clipping_takes_about_the_memory_of_grad_on_a_gpu(case):
+    with pages.jax_as_for_users(), pg.plan_for("gpu:h100"):
+        workload = abstract(case)
+        planned = pg.explain(workload.loss, workload.task("clipped").statistics)
+        size = planned(workload.params, workload.batch).microbatch_size
+    assert CLIPPED_ON_GPU[case][size] <= 1.25
+
+
+@pytest.mark.parametrize(
+    ("row", "stores_less", "expected"), [(32768, False, 6), (16384, True, 6), (32768, True, 2)]
+)
+def test_results_that_are_computed_again(row, stores_less, expected):
+    """Of the entries of a softmax, a product in bfloat16 and exponentials in float32 are stored.
+
+    On a GPU the exponentials of a long row are computed again from the product.
+    """
+
+    def softmax(x, w):
+        exponentials = jnp.exp((x @ w).astype(jnp.float32))
+        return exponentials / jnp.sum(exponentials)
+
+    x = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((8, row), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(softmax)(x, w).jaxpr
+    assert counts.peak_bytes_of(jaxpr, stores_less) / row == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("stores_less", "expected"), [(False, 3), (True, 2)])
+def test_results_that_are_written_over_operands(stores_less, expected):
+    """Two products, and on other devices than GPUs a third array for what both are added up to."""
+
+    def fun(x, w):
+        return (jnp.sin(x @ w) + w @ x) @ w
+
+    x = jnp.zeros((16, 16), jnp.float32)
+    jaxpr = jax.make_jaxpr(fun)(x, x).jaxpr
+    assert counts.peak_bytes_of(jaxpr, stores_less) == expected * x.nbytes
+
+
 @pytest.mark.parametrize(("length", "expected"), [(16, 8), (2048, 2), (3072, 1)])
 def test_a_tpu_takes_few_long_sequences_at_a_time(length, expected):
     """As many as have scores that fit into the vector memory, beside what they are made from."""

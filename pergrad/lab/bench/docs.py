@@ -60,8 +60,10 @@ LOGS = {
     "v6e": NUMBERS / "tpu-v6e.json",
     "h100": NUMBERS / "gpu-h100.json",
 }
-# Chips for which only some of the models are compiled, without other packages.
-FURTHER = {"v5p": "v5p", "v6e": "v6e", "h100": "H100"}
+# Chips that have tables of their own: the name of the blocks, and the words for the chip, by log.
+OWN_TABLES = {"target": ("target", "a TPU v5e"), "h100": ("gpu", "an H100")}
+# Chips that share tables. Only some of the models are compiled for them, without other packages.
+FURTHER = {"v5p": "v5p", "v6e": "v6e"}
 AGAIN = "measured_at"  # in a row that was measured again: the commit of pergrad
 COMMAND = "pergrad bench --parts"
 FIGURES = "{figures}"  # stands for the path of the figures from the page
@@ -121,7 +123,10 @@ def blocks(logs: Mapping[str, Any]) -> dict[str, str]:
             "torch_measured": measured("make bench-torch", log),
             "torch_left_out": left_out(log["results"]),
         },
-        "target": lambda log: {"target_compiled": compiled(log)},
+    }
+    makers |= {
+        name: lambda log, block=block: {f"{block}_compiled": compiled(log)}
+        for name, (block, _) in OWN_TABLES.items()
     }
     found: dict[str, str] = {}
     for name, make in makers.items():
@@ -165,8 +170,9 @@ def grids(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
         for task, names in TORCH.items():
             own = compared(columns(of_task(rows, task), names), in_torch)
             found[f"torch_{task}"] = f"{TORCH_TITLES[task]}, in PyTorch", own
-    if "target" in logs:
-        found |= _of_target(logs["target"]["results"])
+    for name, (block, chip) in OWN_TABLES.items():
+        if name in logs:
+            found |= _of_chip(logs[name]["results"], block, chip)
     found |= _of_further({name: log for name, log in logs.items() if name in FURTHER})
     for chip, (log, where) in CHIPS.items():
         if log in logs:
@@ -202,14 +208,14 @@ def _title(task: TaskName) -> str:
     return words[0].upper() + words[1:]
 
 
-def _of_target(rows: Sequence[Row]) -> dict[str, tuple[str, Grid]]:
+def _of_chip(rows: Sequence[Row], block: str, chip: str) -> dict[str, tuple[str, Grid]]:
     found = {}
     for task, names in COLUMNS.items():
         if own := of_task(rows, task):
             there = {name for row in own for name in (row["candidate"], family(row["candidate"]))}
             shown = {name: title for name, title in names.items() if name in there}
             grid = compared(columns(own, shown), cases.EVERY_TITLE)
-            found[f"target_{task}"] = f"{_title(task)}, compiled for a TPU v5e", grid
+            found[f"{block}_{task}"] = f"{_title(task)}, compiled for {chip}", grid
     return found
 
 
@@ -366,7 +372,7 @@ def main() -> None:
     found = blocks(there)
     for page in PAGES:
         page.write_text(fill(page, found))
-    for name in there.keys() - {"torch", "target", *FURTHER}:
+    for name in there.keys() - {"torch", *OWN_TABLES, *FURTHER}:
         drawings.write(there[name]["results"], LOGS[name].parent)
     for name, (title, grid) in grids(there).items():
         drawings.write_grid(title, grid, NUMBERS / TABLES / f"{name}.png")

@@ -74,7 +74,7 @@ def build(
     for name in names:
         if not tasks.is_installed(name):
             left_out[name] = "not installed"
-        elif name == AUTO and auto_size(loss, task, params, batch) == floor.examples(batch):
+        elif name == AUTO and takes_all(loss, task, params, batch):
             left_out[name] = "all at once"
         else:
             try:
@@ -103,6 +103,17 @@ def _compile(
 def auto_size(loss: Loss, task: Task, params: Tree, batch: Any) -> int:
     """How many examples at a time pergrad takes with `microbatch_size="auto"`."""
     return pg.explain(loss, task.statistics, microbatch_size="auto")(params, batch).microbatch_size
+
+
+def takes_all(loss: Loss, task: Task, params: Tree, batch: Any) -> bool:
+    """Whether pergrad takes all examples at once, both with `microbatch_size="auto"` and without.
+
+    Clipping of layers in a loop may take fewer by default, to save memory.
+    """
+    plans = (
+        pg.explain(loss, task.statistics, microbatch_size=size)(params, batch) for size in ("auto", None)
+    )
+    return all(plan.microbatch_size == floor.examples(batch) for plan in plans)
 
 
 def sizes(name: str, batch: Any) -> list[str]:

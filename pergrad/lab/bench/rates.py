@@ -44,6 +44,7 @@ TAKEN_OVER = (
     "memory",
     "copies_beside",
     "keeps_states",
+    "stores_less",
 )
 ABOUT = (
     "Measured by `pergrad bench --rates`. No small program shows these, which are taken over from the "

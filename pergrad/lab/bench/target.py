@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import pergrad as pg
-from pergrad.lab import floor
 from pergrad.lab.bench import cases, compilers, price, tables, tasks
 from pergrad.lab.bench.compiled import hlo, meter
 from pergrad.lab.bench.compiled.chips import CHIPS
@@ -139,9 +138,9 @@ def _row(name: str, workload: cases.Workload, task: Task, target: TargetName, sa
     if name != AUTO:
         return tried(name)
     with pg.plan_for(target):
+        if price.takes_all(workload.loss, task, *args):
+            return {"candidate": name, "left_out": "all at once"}
         size = price.auto_size(workload.loss, task, *args)
-    if size == floor.examples(workload.batch):
-        return {"candidate": name, "left_out": "all at once"}
     return tried(name) | {"microbatch_size": size}
 
 

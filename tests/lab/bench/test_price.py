@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pergrad as pg
 from pergrad.lab import timing
-from pergrad.lab.bench import price, tasks
+from pergrad.lab.bench import cases, price, tasks
 from pergrad.lab.errors import LabError
 from tests.support import pages
 from tests.support.own_loss import ARGS, loss
@@ -45,3 +46,14 @@ def test_who_cannot_is_left_out(monkeypatch):
     monkeypatch.setitem(tasks._MAKERS, tasks.PERGRAD, fails)
     with pytest.raises(NotImplementedError):  # it is what this is about
         price.measure(loss, MOMENTS, *ARGS, **ALONE)
+
+
+def test_whether_auto_and_the_default_are_the_same():
+    """On a GPU, clipping of layers in a loop takes few examples by default, and auto takes all."""
+    workload = cases.abstract("large_transformer_scanned")
+    with pg.plan_for("gpu:h100"):
+        arguments = workload.loss, workload.task("clipped"), workload.params, workload.batch
+        assert price.auto_size(*arguments) == 8
+        assert not price.takes_all(*arguments)
+        arguments = workload.loss, workload.task("moments"), workload.params, workload.batch
+        assert price.takes_all(*arguments)
