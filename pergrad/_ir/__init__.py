@@ -54,5 +54,6 @@ from pergrad._ir.primitives import those_that_are as those_that_are
 from pergrad._ir.shards import Division as Division
 from pergrad._ir.shards import Shard as Shard
 from pergrad._ir.shards import names_in as names_in
+from pergrad._ir.shards import number_of_pieces as number_of_pieces
 from pergrad._ir.shards import without_axes as without_axes
 from pergrad._ir.varying import evaluate_varying as evaluate_varying

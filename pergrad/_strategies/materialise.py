@@ -1,7 +1,11 @@
 """The reference: form the gradients of all examples, then reduce them.
 
-This takes memory for one copy of the parameters per example, so it is chosen for small gradients. The
-tests compare every other strategy with it.
+This takes memory for one copy of the parameters per example, so it is chosen for small gradients, and
+if there is one example. The tests compare every other strategy with it.
+
+If devices divide the states of a large gradient, and each has one example, the gradient is formed in
+blocks, as `streamed` does it. Each device keeps its shard of the states of a block before the next block
+begins, so that whole states never exist.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ from typing import Any
 
 import jax
 
-from pergrad._cut import Examples, Tail
+from pergrad._compat import aval
+from pergrad._cut import Examples, Tail, divided
+from pergrad._ir import number_of_pieces
 from pergrad._statistics import LeafStatistic, OfAllGradients, Reading
 from pergrad._strategies.base import FormingStrategy, Job
+from pergrad._strategies.streamed import Streamed
 from pergrad._strategies.work import Work
 
 
@@ -50,6 +57,12 @@ class Materialise(FormingStrategy):
         )(examples.factors)
         return [_fed(job, tail, gs[job.place], examples) for job in jobs]
 
+    def reduce_on_devices(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        block = _block(tail, jobs) if examples.size == 1 else None
+        if block is None:
+            return super().reduce_on_devices(tail, jobs, examples)
+        return Streamed(block=block).reduce_on_devices(tail, jobs, examples)
+
 
 def _fed(job: Job, tail: Tail, gs: jax.Array, examples: Examples) -> Any:
     statistic = job.statistic
@@ -58,3 +71,13 @@ def _fed(job: Job, tail: Tail, gs: jax.Array, examples: Examples) -> Any:
     if isinstance(statistic, OfAllGradients):
         return statistic.of_all(examples.those_here(gs), examples.the_others(gs))
     return job.fed(tail, gs, examples.weights)
+
+
+def _block(tail: Tail, jobs: Sequence[Job]) -> int | None:
+    """The length of the blocks that one example's gradient is formed in; None if it is formed whole."""
+    shard, axis = next((job.shard for job in jobs if job.shard is not None), None), divided(tail)
+    if shard is None or axis is None:
+        return None
+    own = axis.length // shard.number_along(axis.axis)
+    number = number_of_pieces(aval(tail.grads[0]).shape, own)
+    return axis.length // number if number > 1 else None

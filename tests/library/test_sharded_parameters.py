@@ -355,6 +355,68 @@ def test_means_are_exchanged_in_pieces(spec, monkeypatch):
 MOMENTS = {"mean": pg.Mean(), "square": pg.Mean(jnp.square)}
 
 
+def largest_of(kind, program):
+    """The size of the largest matrix that collectives of this kind make."""
+    made = re.findall(rf"f64\[(\d+),(\d+)\] = {kind}", program)
+    return max((int(a) * int(b) for a, b in made), default=0)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", "pod"), P(("pod", "data"))], ids=str)
+def test_one_example_in_blocks(spec, monkeypatch):
+    """Each device has one example. The states of its gradient leave in blocks."""
+    monkeypatch.setattr(shards, "LARGEST", 100)
+    monkeypatch.setattr(shards, "LARGEST_PIECE", 50)
+    p = {"w": normal(1, 8, 24)}
+    args = p, (normal(2, 4, POSITIONS, 8), normal(3, 4, POSITIONS, 24))
+    expected = jax.jit(pg.value_and_stats(head, FEW))(*args)
+    options = {"spmd_axis_name": ("pod", "data"), "param_specs": spec}
+    with jax.set_mesh(mesh_of(pod=2, data=2)):
+        close(jax.jit(pg.value_and_stats(head, FEW, **options))(*args), expected)
+        program = str(jax.make_jaxpr(pg.value_and_stats(head, MOMENTS, **options))(*args))
+    assert 0 < largest_of("reduce_scatter", program) < p["w"].size // 4
+
+
+ROWS, COLUMNS = 24, 8
+
+
+def lookups(mode, axis, p, batch):
+    """Looks rows up twice, among them some that the table does not have."""
+    x, y = batch
+    found = jnp.take(p["table"], x, axis=axis, mode=mode, fill_value=0.5)
+    found = jnp.swapaxes(found, 0, 1) if axis else jnp.swapaxes(found, 1, 2)
+    again = p["table"].at[x[:, 0]].get(mode=mode, fill_value=0.5) if axis == 0 else 0.0
+    return jnp.mean(jnp.square(jnp.sin(found) - y)) + jnp.mean(jnp.square(again))
+
+
+@pytest.mark.parametrize(
+    ("axes", "examples", "mode", "axis"),
+    [
+        ("data", 12, "fill", 0),
+        (("pod", "data"), 4, "clip", 0),
+        (("pod", "data"), 12, "fill", 1),
+        ("data", 4, "clip", 1),
+    ],
+)
+def test_tables_in_pieces(axes, examples, mode, axis, monkeypatch):
+    """A device has a few rows of a table at a time when it looks rows up, and of each statistic."""
+    for name, number in (("LARGEST", 100), ("LARGEST_PIECE_OF_TABLE", 50)):
+        monkeypatch.setattr(shards, name, number)
+    table = normal(1, ROWS, COLUMNS)
+    p = {"table": table.T if axis else table}
+    keys = jax.random.randint(jax.random.key(2), (examples, 5), -3, ROWS + 4, "int32")
+    args = p, (jnp.where(keys < 0, ROWS + 9, keys), normal(3, examples, COLUMNS, 5))
+    more = {"example_weights": np.arange(examples) % 3}
+    stats = {"norm": pg.Norm(), "variance": pg.Variance(), "shifted": pg.Mean(jnp.cos)}
+    fun = functools.partial(lookups, mode, axis)
+    expected = jax.jit(pg.value_and_stats(fun, stats))(*args, **more)
+    options = {"spmd_axis_name": ("pod", "data"), "param_specs": P(*[None] * axis, axes)}
+    with jax.set_mesh(mesh_of(pod=2, data=2)):
+        close(jax.jit(pg.value_and_stats(fun, stats, **options))(*args, **more), expected)
+        program = str(jax.make_jaxpr(pg.grad_stats(fun, MOMENTS, **options))(*args))
+    assert 0 < largest_of("all_gather", program) <= table.size // 3
+    assert 0 < largest_of("reduce_scatter", program) <= table.size // 6
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_one_layer_is_gathered_at_a_time(how):
     program = compiled_layers(how, MOMENTS)
