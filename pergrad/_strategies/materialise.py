@@ -18,7 +18,7 @@ import jax
 
 from pergrad._compat import aval
 from pergrad._cut import Examples, Tail, divided
-from pergrad._ir import number_of_pieces
+from pergrad._ir import number_of_pieces, size
 from pergrad._statistics import LeafStatistic, OfAllGradients, Reading
 from pergrad._strategies.base import FormingStrategy, Job
 from pergrad._strategies.streamed import Streamed
@@ -74,10 +74,17 @@ def _fed(job: Job, tail: Tail, gs: jax.Array, examples: Examples) -> Any:
 
 
 def _block(tail: Tail, jobs: Sequence[Job]) -> int | None:
-    """The length of the blocks that one example's gradient is formed in; None if it is formed whole."""
-    shard, axis = next((job.shard for job in jobs if job.shard is not None), None), divided(tail)
-    if shard is None or axis is None:
+    """The length of the blocks that one example's gradient is formed in; None if it is formed whole.
+
+    Blocks of a factor are cut out of an array in another layout. So they need memory for the factor
+    twice, which XLA may not need otherwise, and are worth it if the states have more entries than that.
+    """
+    shards, axis = [job.shard for job in jobs if job.shard is not None], divided(tail)
+    if not shards or axis is None:
         return None
-    own = axis.length // shard.number_along(axis.axis)
-    number = number_of_pieces(aval(tail.grads[0]).shape, own)
+    gradient = tail.grads[0]
+    if len(shards) * size(gradient) <= 2 * size(tail.factors[axis.factor]):
+        return None
+    own = axis.length // shards[0].number_along(axis.axis)
+    number = number_of_pieces(aval(gradient).shape, own)
     return axis.length // number if number > 1 else None

@@ -4,6 +4,7 @@ Everything is compared with what the same call gives on one device, which other 
 oracle. A process that has fewer devices starts one with eight (`support/devices.py`).
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -452,6 +453,46 @@ def test_memory_falls_with_the_number_of_devices():
     whole = sum(x.nbytes for x in jax.tree.leaves(layers()["blocks"]))
     memory = compiled_layers("scan remat", MOMENTS).memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < whole
+
+
+FSDP, TENSOR = {"w": P("data"), "v": P("data")}, {"w": P(None, "model"), "v": P("model")}
+
+
+@pytest.mark.parametrize(
+    ("specs", "strategy", "more"),
+    [
+        (FSDP, "auto", {}),
+        (FSDP, "materialise", {}),
+        (TENSOR, "materialise", {("all-reduce", 2): 2}),
+        (TENSOR, "streamed", {("all-reduce", 1): 2}),
+        (TENSOR, "gram", {("all-reduce", 2 * POSITIONS): 2, ("all-reduce", 2 * POSITIONS**2): 2}),
+    ],
+    ids=["fsdp", "fsdp formed", "tensor formed", "tensor streamed", "tensor gram"],
+)
+def test_what_norms_exchange(specs, strategy, more):
+    """Nothing with FSDP, since an example is on one device. With a further axis devices have parts.
+
+    A device adds up the squares of its part of the gradients that are formed, and the sums of the two
+    examples, or of one at a time, are added up over devices. From products it has parts of the products.
+    """
+
+    def loss(p, batch):
+        return jnp.mean(jnp.square(jnp.tanh(batch[0] @ p["w"]) @ p["v"] - batch[1]))
+
+    def exchanged(stats):
+        mesh = mesh_of(data=4, model=2)
+        shapes = {"w": (8, 64), "v": (64, 8)}
+        p = {name: normal(1, *shape) for name, shape in shapes.items()}
+        p = jax.device_put(p, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+        batch = spread(mesh, (normal(2, 8, POSITIONS, 8), normal(3, 8, POSITIONS, 8)))
+        options = {"spmd_axis_name": "data", "param_specs": specs, "strategy": strategy}
+        with jax.set_mesh(mesh), optimized():
+            program = jax.jit(pg.grad_stats(loss, stats, **options)).lower(p, batch).compile()
+        found = collectives(program)
+        return collections.Counter((kind, size) for kind, sizes in found.items() for size in sizes)
+
+    mean = {"mean": pg.Mean()}
+    assert exchanged(mean | {"norm": pg.Norm()}) - exchanged(mean) == more
 
 
 # Around it.

@@ -43,7 +43,7 @@ PROGRAM = """
 
 ENTRY %main (a: f32[64]) -> f32[64] {
   %a = f32[64]{0} parameter(0)
-  %sum = bf16[100]{0} all-reduce(%a), replica_groups=mesh['x'=4,'y'=2] {'y'}, to_apply=%add
+  %sum = bf16[100]{0} all-reduce(%a), replica_groups=mesh['x'=4,'y'=2] {'y'}, ALONE, to_apply=%add
   %sent = (f32[5]{0}, f32[5]{0}, u32[]) collective-permute-start(%a), source_target_pairs={{0,1}}
   %zero = s32[] constant(0)
   %start = (s32[], f32[64]{0}) tuple(%zero, %a)
@@ -54,10 +54,11 @@ ENTRY %main (a: f32[64]) -> f32[64] {
 
 
 ROUNDS = 'backend_config={"known_trip_count":{"n":"3"}}'
+ALONE = 'frontend_attributes={async_collective_name="all-reduce-start"}'
 
 
 def test_bytes_that_collectives_send():
-    found = collectives(PROGRAM.replace("ROUNDS", ROUNDS))
+    found = collectives(PROGRAM.replace("ROUNDS", ROUNDS).replace("ALONE", ALONE))
     counted = {one.kind: (one.times, one.bytes, one.numbers, one.is_async) for one in found}
     assert len(found) == len(counted) == 4
     assert counted == {

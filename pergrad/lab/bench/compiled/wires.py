@@ -8,11 +8,13 @@ A ring of n chips sends from each of them, for an array of b bytes,
     all-reduce        2 b (n - 1) / n     which is a reduce-scatter and an all-gather
     collective-permute  b
 
-each as often as it runs. Two of the forms that the compiler for TPUs gives them are not what they seem:
+each as often as it runs. Three forms that the compiler for TPUs gives them are not what they seem:
 
 - A fusion that is called `all-reduce-scatter` has an all-reduce inside, and is a reduce-scatter.
 - A collective that runs beside other work stands in several fusions, one for each piece of that work.
   All of them have the same `chain_id`, and together they are one collective.
+- An `all-gather` with the attribute `async_collective_name` does not run beside other work. The compiler
+  had given it a start and an end, found nothing to run in between, and made one operation of both.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def _sent(one: Instruction, outer: Instruction, times: int) -> Sent:
     else:
         often = (1 if names.startswith(SCATTERS) else SENT[kind]) * (number - 1) / number
     chain = CHAIN.search(one.attributes)
-    is_async = has_started or "async_collective" in one.attributes or chain is not None
+    is_async = has_started or chain is not None
     kind = "reduce-scatter" if names.startswith(SCATTERS) else kind
     sent, numbers = sum(array.bytes for array in arrays), sum(array.elements for array in arrays)
     often *= times
