@@ -2,9 +2,10 @@
 
 In reading order: `backend` (what a kind of device can do), `numerics` (weigh, widen, add), `equations`
 (reading and running them), `primitives` (what each is), `dependence` (what depends on what), `loop` and
-`conditional` (a `scan` and a `cond` in words), `counts` (operations and bytes of equations), `devices`
-(sums over the devices that share a batch), `shards` (arrays that are divided among them), `varying`
-(programs in a `shard_map` that checks along which mesh axes arrays vary).
+`conditional` (a `scan` and a `cond` in words), `custom` (calls with a derivative of their own), `counts`
+(operations and bytes of equations), `devices` (sums over the devices that share a batch), `shards`
+(arrays that are divided among them), `varying` (programs in a `shard_map` that checks along which mesh
+axes arrays vary).
 """
 
 from pergrad._ir import backend as backend
@@ -15,6 +16,8 @@ from pergrad._ir.conditional import take_branch as take_branch
 from pergrad._ir.conditional import take_by_example as take_by_example
 from pergrad._ir.counts import nbytes as nbytes
 from pergrad._ir.counts import size as size
+from pergrad._ir.custom import CUSTOM_CALLS as CUSTOM_CALLS
+from pergrad._ir.custom import without_derivative as without_derivative
 from pergrad._ir.dependence import dependent_inputs as dependent_inputs
 from pergrad._ir.dependence import dependents as dependents
 from pergrad._ir.dependence import evaluate_independent as evaluate_independent
@@ -54,5 +57,6 @@ from pergrad._ir.primitives import those_that_are as those_that_are
 from pergrad._ir.shards import Division as Division
 from pergrad._ir.shards import Shard as Shard
 from pergrad._ir.shards import names_in as names_in
+from pergrad._ir.shards import number_of_pieces as number_of_pieces
 from pergrad._ir.shards import without_axes as without_axes
 from pergrad._ir.varying import evaluate_varying as evaluate_varying

@@ -26,9 +26,23 @@ from jax import lax
 from pergrad._ir.devices import Devices
 
 # An array of more entries than this is exchanged in pieces, of at most so many entries. For smaller
-# arrays the time that each piece takes to begin would cost more than their memory is worth.
+# arrays the time that each piece takes to begin would cost more than their memory is worth. The pieces
+# of a table are larger, because all lookups are made again for each of them.
 LARGEST = 2**25
 LARGEST_PIECE = 2**22
+LARGEST_PIECE_OF_TABLE = 2**24
+
+
+def number_of_pieces(shape: Sequence[int], length: int, *, of_table: bool = False) -> int:
+    """Into how many pieces of the same length an array is cut, if it is large.
+
+    A part of the array, of which each device has one, has the length `length` along the axis that is
+    cut. Every piece has entries of all parts.
+    """
+    entries = math.prod(shape)
+    least = -(-entries // (LARGEST_PIECE_OF_TABLE if of_table else LARGEST_PIECE))
+    numbers = (k for k in range(least, 16 * least) if length % k == 0)
+    return next(numbers, 1) if entries > LARGEST else 1
 
 
 def names_in(entry: Any) -> tuple[str, ...]:
@@ -84,9 +98,7 @@ class Division(NamedTuple):
         """
         shape = arrays[0].shape
         before, own, after = shape[: self.dim], shape[self.dim] // self.number, shape[self.dim + 1 :]
-        least = -(-math.prod(shape) // LARGEST_PIECE)
-        numbers = (k for k in range(least, 16 * least) if own % k == 0)
-        number = next(numbers, 1) if math.prod(shape) > LARGEST else 1
+        number = number_of_pieces(shape, own)
         if number == 1:
             return of_piece(*arrays)
         length = own // number
@@ -96,8 +108,23 @@ class Division(NamedTuple):
             cut = (lax.dynamic_slice_in_dim(x, k * length, length, self.dim + 1) for x in parts)
             return of_piece(*(x.reshape(*before, self.number * length, *after) for x in cut))
 
-        made = lax.map(piece, jnp.arange(number))
-        return tuple(jnp.moveaxis(x, 0, self.dim).reshape(*before, own, *after) for x in made)
+        return tuple(self.joined(x) for x in lax.map(piece, jnp.arange(number)))
+
+    def joined(self, pieces: jax.Array) -> jax.Array:
+        """This device's part of an array, from its parts [number, ...] of the pieces of the array."""
+        x = jnp.moveaxis(pieces, 0, self.dim)
+        return x.reshape(*x.shape[: self.dim], -1, *x.shape[self.dim + 2 :])
+
+    def places(self, rows: jax.Array, length: int, number: int, k: jax.Array) -> jax.Array:
+        """The places of rows in piece k of `number` pieces of a table, whose parts have `length` rows.
+
+        The table is divided along its rows. Row i is row r = i mod d of part i // d of d rows, and piece
+        k has the rows k l, ..., k l + l - 1 of every part, with l = d / number. A row that is in another
+        piece, or that the table does not have, has the number of rows of the piece for its place.
+        """
+        own, r = length // number, rows % length
+        is_here = (rows >= 0) & (rows < self.number * length) & (r // own == k)
+        return jnp.where(is_here, rows // length * own + r % own, self.number * own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ from jax.extend.core import primitives as p
 
 from pergrad import _compat
 from pergrad._compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Primitive, aval
-from pergrad._errors import ArgumentError
 from pergrad._ir.conditional import take_branch
+from pergrad._ir.custom import CUSTOM_CALLS, without_derivative
 from pergrad._ir.equations import Env, read, starting_env
 from pergrad._ir.loop import Evaluate, Loop
 from pergrad._ir.shards import names_in
@@ -94,24 +94,9 @@ def _call(eqn: JaxprEqn, ins: Sequence[Any], evaluate: Evaluate) -> list[Any]:
 
 
 def _custom_call(eqn: JaxprEqn, ins: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-    """The results of a call with a derivative of its own, which is refused if it is asked for.
-
-    The rule of the derivative was made for arrays that do not vary.
-    """
-
-    @jax.custom_jvp
-    def call(*args: Any) -> list[Any]:
-        return evaluate(_compat.as_closed(eqn.params["call_jaxpr"]), args)
-
-    @call.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
-        raise ArgumentError(
-            "statistics cannot be differentiated through the custom derivative at "
-            f"{_compat.user_line(eqn)} in a shard_map that checks varying axes. Pass check_vma=False to "
-            "this shard_map."
-        )
-
-    return call(*ins)
+    """The rule of the call's derivative was made for arrays that do not vary."""
+    why = "in a shard_map that checks varying axes. Pass check_vma=False to this shard_map."
+    return without_derivative(eqn, ins, evaluate, why)
 
 
 def _reshard(eqn: JaxprEqn, ins: Sequence[Any], evaluate: Evaluate) -> list[Any]:
@@ -128,5 +113,5 @@ RULES: dict[Primitive, Callable[[JaxprEqn, Sequence[Any], Evaluate], list[Any]]]
     p.while_p: _while,
     p.jit_p: _call,
     _compat.reshard_p: _reshard,
-    **dict.fromkeys([p.custom_jvp_call_p, p.custom_vjp_call_p], _custom_call),
+    **dict.fromkeys(CUSTOM_CALLS, _custom_call),
 }

@@ -22,6 +22,10 @@ A squared norm is the sum of the squares of those rows of an example that arrive
 inner products of two examples' gradients the rows of one are laid out in a table, in which the rows of
 the other are looked up; for the inner product with a direction they are looked up in the direction.
 For a random projection P^T g Q they are looked up in P: it is the sum over rows of P[k_ir]^T (v_ir Q).
+
+If devices divide the rows of a large table, its sums are made in pieces. A piece has rows of every
+device's shard, and each device keeps its own rows of a piece before the next piece begins. So a device
+never has a whole table of sums.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +41,14 @@ from jax import lax
 
 from pergrad._compat import aval
 from pergrad._cut import Examples, Lookup, Rows, Tail, Way, of_nothing, ways_to
-from pergrad._ir import Weights, accumulation_dtype, counts, total, weigh
+from pergrad._ir import (
+    Division,
+    accumulation_dtype,
+    counts,
+    number_of_pieces,
+    total,
+    weigh,
+)
 from pergrad._statistics import PLAIN_MEAN, Compressing, LeafStatistic, Quantity, WeightedSum
 from pergrad._strategies.base import Job, Strategy
 from pergrad._strategies.work import Work
@@ -101,6 +112,39 @@ class Sparse(Strategy):
         }
         return [job.from_quantity(looked_up[job.place].quantity(job)) for job in jobs]
 
+    def reduce_on_devices(self, tail: Tail, jobs: Sequence[Job], examples: Examples) -> list[Any]:
+        cut = _cut_of(tail, jobs)
+        if cut is None:
+            return super().reduce_on_devices(tail, jobs, examples)
+        divided = tuple(job for job in jobs if job.shard is not None)
+        of_pieces = iter(_LookedUp(tail, 0, divided, examples).in_pieces(cut))
+        of_examples = iter(self.reduce(tail, [job for job in jobs if job.shard is None], examples))
+        return [next(of_examples if job.shard is None else of_pieces) for job in jobs]
+
+
+class _Cut(NamedTuple):
+    """How a table is cut into `number` pieces: along its rows, which devices divide."""
+
+    division: Division
+    number: int
+
+
+def _cut_of(tail: Tail, jobs: Sequence[Job]) -> _Cut | None:
+    """How the table of a tail's only gradient is cut into pieces; None if it stays whole."""
+    shard = next((job.shard for job in jobs if job.shard is not None), None)
+    if shard is None or len(tail.grads) != 1 or tail.steps_that("scale"):
+        return None
+    ways = ways_to(tail, 0)
+    if not ways or any(way.layout for way in ways):
+        return None
+    indexed = _lookup_of(ways[0]).indexed
+    division = next((own for own in shard.divisions if (own.dim,) == indexed), None)
+    if division is None:
+        return None
+    shape = aval(tail.grads[0]).shape
+    number = number_of_pieces(shape, shape[division.dim] // division.number, of_table=True)
+    return _Cut(division, number) if number > 1 else None
+
 
 def _why_not_rows(tail: Tail, place: int, statistic: LeafStatistic) -> str | None:
     """Why the gradient at `place` is not made of rows with selected and scaled entries, or None."""
@@ -130,14 +174,25 @@ def _lookup_of(way: Way) -> Lookup:
     return way.term
 
 
+class _Piece(NamedTuple):
+    """A piece of a table: how many rows it has, and the `looked_up` rows, with their keys in it."""
+
+    length: int
+    looked_up: Rows
+
+
 @dataclasses.dataclass(frozen=True)
 class _LookedUp:
-    """The rows that all examples looked up for the gradient at `place`, for the statistics of `jobs`."""
+    """The rows that all examples looked up for the gradient at `place`, for the statistics of `jobs`.
+
+    If there is a `piece`, it takes the place of the table. Rows of other pieces are outside of it.
+    """
 
     tail: Tail
     place: int
     jobs: tuple[Job, ...]
     examples: Examples
+    piece: _Piece | None = None
 
     @functools.cached_property
     def env(self) -> Any:
@@ -174,6 +229,8 @@ class _LookedUp:
     @functools.cached_property
     def rows(self) -> Rows:
         """The rows as they arrive in the gradient. An entry that does not arrive is 0."""
+        if self.piece is not None:
+            return self.piece.looked_up
         all_keys, all_values = [], []
         for way in self.ways:
             lookup = _lookup_of(way)
@@ -187,6 +244,11 @@ class _LookedUp:
             all_values.append(values)
         return Rows.of(jnp.concatenate(all_keys, axis=1), jnp.concatenate(all_values, axis=1))
 
+    def to_table(self, values: jax.Array) -> jax.Array:
+        """A table in which values [B, N, ...] of the rows add up at their places."""
+        length = None if self.piece is None else self.piece.length
+        return self.table.to_table(self.rows.keys, values, length)
+
     @functools.cached_property
     def sums(self) -> dict[WeightedSum, jax.Array]:
         """For all phi that are needed, the sums over rows of w_i (phi(v_ir) - phi(0)), as tables."""
@@ -198,7 +260,7 @@ class _LookedUp:
 
         def table(mean: WeightedSum) -> jax.Array:
             own = weigh(mean.apply(values) - mean.apply(zero), w)
-            return self.table.to_table(self.rows.keys, own)
+            return self.to_table(own)
 
         return {mean: table(mean) for mean in means}
 
@@ -208,6 +270,21 @@ class _LookedUp:
         Entries of the gradient that no entry of the table goes to are 0.
         """
         return self.ways[0].moved(self.env, x)
+
+    def in_pieces(self, cut: _Cut) -> list[Any]:
+        """For every job this device's shard of the state of all devices, one piece after the other."""
+        division, number = cut
+        length = self.table.table // division.number
+
+        def of_piece(k: jax.Array) -> list[Any]:
+            keys = division.places(self.rows.keys, length, number, k)
+            piece = _Piece(division.number * length // number, self.rows._replace(keys=keys))
+            own = dataclasses.replace(self, piece=piece)
+            return [job.shard_of_all(job.from_quantity(own.quantity(job))) for job in self.jobs]
+
+        states = lax.map(of_piece, jnp.arange(number))
+        # The numbers in a state do not depend on the piece.
+        return jax.tree.map(lambda x: division.joined(x) if x.ndim > 1 else x[0], states)
 
     def quantity(self, job: Job) -> Any:
         """The quantity that the statistic of a job is computed from."""
@@ -238,9 +315,21 @@ class _LookedUp:
             # The mean takes the place of the sum. Otherwise XLA would make the squares of the mean, too,
             # while the sum is still there, and on many devices whole tables are what takes most memory.
             mean = lax.optimization_barrier(mean)
-        m2 = _squares_around(mean, self.table, self.rows, self.examples.weights, self.n)
+        m2 = self._squares_around(mean)
         z = 0 if self.of_nothing is None else self.of_nothing
         return self.n, self.moved(mean) + z, self.moved(m2) + z
+
+    def _squares_around(self, mean: jax.Array) -> jax.Array:
+        # Rows of length 1 stand for `first`, so that no further table as large as the mean is made.
+        rows, w = self.rows, self.examples.weights
+        first = rows.first.reshape(*rows.first.shape, *(1,) * (rows.values.ndim - 2))
+        first = first.astype(rows.values.dtype)
+        is_there = jnp.not_equal(w, 0).astype(first.dtype) if isinstance(w, jax.Array) else 1.0
+        apart = first * jnp.square(rows.values - self.table.at(mean, rows.keys))
+        m2, t, touching = map(self.to_table, (weigh(apart, w), weigh(first, w), weigh(first, is_there)))
+        # For a row that all examples look up, t = n. Rounding could hide that, so examples are counted.
+        all_touch = touching == total(is_there, rows.first.shape[0])
+        return m2 + jnp.where(all_touch, 0, jnp.maximum(self.n - t, 0)) * jnp.square(mean)
 
     def _projections(self, direction: jax.Array) -> jax.Array:
         """<g_i, v>: each row times the part of v where the row arrives."""
@@ -296,19 +385,6 @@ def _pairs(lookup: Lookup, rows: Rows, examples: Examples) -> jax.Array:
         return jnp.sum(lookup.at(table, other_keys) * other_values, axis=range(1, other_values.ndim))
 
     return lax.map(row, (examples.those_here(rows.keys), examples.those_here(rows.values)))
-
-
-def _squares_around(mean: jax.Array, lookup: Lookup, rows: Rows, w: Weights, n: jax.Array) -> jax.Array:
-    # Rows of length 1 stand for `first`, so that no further table as large as the mean is made.
-    first = rows.first.reshape(*rows.first.shape, *(1,) * (rows.values.ndim - 2))
-    first = first.astype(rows.values.dtype)
-    is_there = jnp.not_equal(w, 0).astype(first.dtype) if isinstance(w, jax.Array) else 1.0
-    apart = first * jnp.square(rows.values - lookup.at(mean, rows.keys))
-    columns = weigh(apart, w), weigh(first, w), weigh(first, is_there)
-    m2, t, touching = (lookup.to_table(rows.keys, column) for column in columns)
-    # For a row that all examples look up, t = n. Rounding could hide that, so the examples are counted.
-    all_touch = touching == total(is_there, rows.first.shape[0])
-    return m2 + jnp.where(all_touch, 0, jnp.maximum(n - t, 0)) * jnp.square(mean)
 
 
 def _is_finite_at_zero(mean: WeightedSum) -> bool:

@@ -12,6 +12,9 @@ gathers its own layer:
 
     scan over gather(x)  =  scan over x, which gathers x_l in round l.
 
+Rows of a large table are looked up in one piece of the table after the other, so that a device never
+has all of it.
+
 What a loop hands out for later, such as the cast weights of a layer, leaves it as a shard, too. Nothing
 gathered is kept for the backward pass: there the shard is gathered again, behind a barrier on the
 cotangent of the loss, so that XLA does not merge both gathers and keep the array in between.
@@ -28,12 +31,22 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as p
 
 from pergrad import _compat
 from pergrad._compat import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, aval
-from pergrad._ir import LOOPS, Loop, Shard, dependents, read, starting_env
+from pergrad._ir import (
+    LOOPS,
+    Division,
+    Loop,
+    Shard,
+    dependents,
+    number_of_pieces,
+    read,
+    starting_env,
+)
 from pergrad._trace.trace import Program
 
 
@@ -45,7 +58,7 @@ class _Waiting:
     shard: Shard
 
 
-Whole = Callable[[Any], Any]  # gathers an array, if it waits for that
+Whole = Callable[..., Any]  # gathers an array, if it waits for that; see `_gathered`
 
 
 def with_gathers(program: Program, shards: Sequence[Shard]) -> Program:
@@ -71,12 +84,15 @@ def _if_divided(x: Any, shard: Shard) -> Any:
     return x if shard.is_whole else _Waiting(x, shard)
 
 
-def _gathered(x: Any, cotangent: Any = None) -> Any:
-    """The whole array, if `x` waits to be gathered; behind a barrier on the cotangent, if given."""
+def _gathered(x: Any, gather: Callable[[Any], Any] | None = None, *, cotangent: Any = None) -> Any:
+    """The whole array, if `x` waits to be gathered; behind a barrier on the cotangent, if given.
+
+    With `gather`, the result is what this function makes of the device's part of `x`.
+    """
     if not isinstance(x, _Waiting):
         return x
     own = x.own if cotangent is None else lax.optimization_barrier((x.own, cotangent))[0]
-    return x.shard.gather(own)
+    return (gather or x.shard.gather)(own)
 
 
 def _evaluate(
@@ -168,6 +184,57 @@ def _moved(
     return [_Waiting(out, shard)]
 
 
+def _lookup(eqn: JaxprEqn, ins: Sequence[Any], whole: Whole) -> list[Any] | None:
+    """Rows of a large table whose rows are divided, from one piece of it after the other."""
+    table, indices = ins
+    if not isinstance(table, _Waiting):
+        return None
+    single = eqn.params["dimension_numbers"].collapsed_slice_dims
+    division = next((own for own in table.shard.divisions if own.dim in single), None)
+    if division is None:
+        return None
+    shape, length = table.shard.whole_shape(table.own.shape), table.own.shape[division.dim]
+    number = number_of_pieces(shape, length, of_table=True)
+    if number == 1:
+        return None
+
+    def rows(own: jax.Array) -> jax.Array:
+        return _rows_in_pieces(eqn, own, whole(indices), table.shard, division, number)
+
+    with _compat.at_line_of(eqn):
+        return [whole(table, rows)]
+
+
+def _rows_in_pieces(
+    eqn: JaxprEqn, own: jax.Array, indices: jax.Array, shard: Shard, division: Division, number: int
+) -> jax.Array:
+    """The rows that a `gather` looks up, if `number` pieces of the table are gathered one by one.
+
+    A row that the table does not have is filled, or is the nearest row, as the equation says.
+    """
+    dims, fill = eqn.params["dimension_numbers"], eqn.params["fill_value"]
+    out, length = aval(eqn.outvars[0]), own.shape[division.dim]
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    column = dims.start_index_map.index(division.dim)
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+    rows = indices[..., column]
+    rows = rows if fills else jnp.clip(rows, 0, division.number * length - 1)
+    lookups = [axis for axis in range(len(out.shape)) if axis not in dims.offset_dims]
+    in_piece = eqn.replace(params=eqn.params | {"indices_are_sorted": False, "unique_indices": False})
+
+    def with_piece(found: jax.Array, k: jax.Array) -> tuple[jax.Array, None]:
+        part = lax.dynamic_slice_in_dim(own, k * (length // number), length // number, division.dim)
+        piece = shard.gather(part)
+        places = division.places(rows, length, number, k)
+        is_here = places < piece.shape[division.dim]
+        places = indices.at[..., column].set(jnp.where(is_here, places, 0))
+        (new,) = _compat.bind(in_piece, [piece, places])
+        return lax.select(lax.broadcast_in_dim(is_here, out.shape, lookups), new, found), None
+
+    nothing = lax.full(out.shape, jnp.nan if fill is None else fill, out.dtype)
+    return lax.scan(with_piece, nothing, jnp.arange(number))[0]
+
+
 def _loop(eqn: JaxprEqn, ins: Sequence[Any], whole: Whole) -> list[Any] | None:
     """A loop over a stack of shards. Constants of the loop are gathered once, before it begins."""
     loop = Loop(eqn, eqn.params["jaxpr"])
@@ -211,5 +278,6 @@ RULES: dict[Primitive, Rule] = {
     p.squeeze_p: _squeeze,
     p.reshape_p: _reshape,
     **dict.fromkeys([p.slice_p, p.dynamic_slice_p], _slice),
+    p.gather_p: _lookup,
     **dict.fromkeys(LOOPS, _loop),
 }

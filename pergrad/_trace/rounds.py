@@ -6,6 +6,10 @@ the same number of rounds. The loop then goes on as long as one device needs it,
 no further round keeps its results:
 
     while c(x): x = f(x)   becomes   while any device's c(x): x = f(x) if c(x) else x.
+
+A loop in a function with a derivative of its own (`custom_jvp`) ends in the same way. Who differentiates
+the statistics through it gets an error, because the rule of the derivative may have loops that do not. A
+loop in any other call of a program, such as a linear solver, is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +25,17 @@ from jax.extend.core import primitives
 
 from pergrad import _compat
 from pergrad._compat import ClosedJaxpr, Jaxpr, JaxprEqn, aval
-from pergrad._ir import Devices, Loop, programs, read, starting_env, take_branch
+from pergrad._errors import ArgumentError
+from pergrad._ir import (
+    CUSTOM_CALLS,
+    Devices,
+    Loop,
+    programs,
+    read,
+    starting_env,
+    take_branch,
+    without_derivative,
+)
 from pergrad._trace.trace import Program
 
 
@@ -63,7 +77,18 @@ def _results(devices: Devices, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:
         own = eqn.params["branches"]
         branches = [lambda *args, branch=branch: evaluate(branch, args) for branch in own]
         return list(take_branch(eqn, index, branches, operands))
-    return _compat.bind(eqn, ins)
+    if eqn.primitive in CUSTOM_CALLS:
+        why = (
+            "on a mesh that has axes beside those of spmd_axis_name, because it has a `while` loop. Use "
+            "a mesh of these axes alone, or a loop with a fixed number of rounds."
+        )
+        return without_derivative(eqn, ins, evaluate, why)
+    raise ArgumentError(
+        f"the loss has a `while` loop inside of {eqn.primitive} at {_compat.user_line(eqn)}. The mesh "
+        "has axes beside those of spmd_axis_name, and along these XLA may let all devices meet in a "
+        "round of the loop. If they do not have the same number of rounds, they wait for each other for "
+        "ever. Use a mesh of the axes of spmd_axis_name alone, or write the loop in the loss itself."
+    )
 
 
 def _while(devices: Devices, eqn: JaxprEqn, ins: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import pergrad as pg
 from tests.library.test_devices import mesh_of, spread
 from tests.support import oracle
-from tests.support.claims import close
+from tests.support.claims import close, refused
 from tests.support.small_model import normal
 
 LAYOUTS = {
@@ -91,6 +91,59 @@ def test_rounds_of_the_loss(microbatch_size):
         options = {"spmd_axis_name": "data", "microbatch_size": microbatch_size}
         out = jax.jit(make(**options))(p, *args[1:])
     close(out, jax.jit(make())(*args), rtol=1e-9)
+
+
+def rolled(x, rounds):
+    """A loop whose rounds depend on the example, and have a permutation of devices if `x` is divided."""
+
+    def one_round(state):
+        return jnp.tanh(jnp.roll(state[0], 1)), state[1] - 1
+
+    return lax.while_loop(lambda state: state[1] > 0, one_round, (x, rounds))[0]
+
+
+@jax.custom_jvp
+def with_own_derivative(x, rounds):
+    return rolled(x, rounds)
+
+
+with_own_derivative.defjvp(lambda primals, tangents: (rolled(*primals), tangents[0]))
+
+
+def with_solver(x, rounds):
+    return lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, b: rolled(b, rounds) / 2)
+
+
+def loss_with(function, p, batch):
+    x = function(batch["x"][0] @ lax.stop_gradient(p["w"]), batch["rounds"][0])
+    return jnp.sum(jnp.square(x @ p["u"] @ p["v"]))
+
+
+ROUNDS = {"x": normal(5, 4, 8), "rounds": jnp.arange(4)}
+
+
+def test_rounds_of_a_function_with_its_own_derivative():
+    loss, stats = functools.partial(loss_with, with_own_derivative), [pg.Variance(), pg.Norm()]
+    out = stats_on("tensor", loss, stats, params(), ROUNDS)
+    close(out, jax.jit(pg.grad_stats(loss, stats))(params(), ROUNDS), rtol=1e-9)
+
+    def size(x, **options):
+        batch = ROUNDS | {"x": x}
+        return jnp.sum(pg.grad_stats(loss, pg.Norm(), **options)(params(), batch))
+
+    assert jnp.all(jnp.isfinite(jax.grad(size)(ROUNDS["x"])))
+    with (
+        jax.set_mesh(mesh_of(data=4, model=2)),
+        refused(pg.ArgumentError, "a `while` loop", "test_devices_apart.py"),
+    ):
+        jax.grad(functools.partial(size, spmd_axis_name="data"))(ROUNDS["x"])
+
+
+def test_rounds_of_a_solver_are_refused():
+    with refused(
+        pg.ArgumentError, "`while` loop inside of custom_linear_solve", "test_devices_apart.py"
+    ):
+        stats_on("tensor", functools.partial(loss_with, with_solver), pg.Norm(), params(), ROUNDS)
 
 
 @pytest.mark.parametrize("layout", ["replicated", "both"])

@@ -4,6 +4,7 @@ Everything is compared with what the same call gives on one device, which other 
 oracle. A process that has fewer devices starts one with eight (`support/devices.py`).
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -355,6 +356,68 @@ def test_means_are_exchanged_in_pieces(spec, monkeypatch):
 MOMENTS = {"mean": pg.Mean(), "square": pg.Mean(jnp.square)}
 
 
+def largest_of(kind, program):
+    """The size of the largest matrix that collectives of this kind make."""
+    made = re.findall(rf"f64\[(\d+),(\d+)\] = {kind}", program)
+    return max((int(a) * int(b) for a, b in made), default=0)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", "pod"), P(("pod", "data"))], ids=str)
+def test_one_example_in_blocks(spec, monkeypatch):
+    """Each device has one example. The states of its gradient leave in blocks."""
+    monkeypatch.setattr(shards, "LARGEST", 100)
+    monkeypatch.setattr(shards, "LARGEST_PIECE", 50)
+    p = {"w": normal(1, 8, 24)}
+    args = p, (normal(2, 4, POSITIONS, 8), normal(3, 4, POSITIONS, 24))
+    expected = jax.jit(pg.value_and_stats(head, FEW))(*args)
+    options = {"spmd_axis_name": ("pod", "data"), "param_specs": spec}
+    with jax.set_mesh(mesh_of(pod=2, data=2)):
+        close(jax.jit(pg.value_and_stats(head, FEW, **options))(*args), expected)
+        program = str(jax.make_jaxpr(pg.value_and_stats(head, MOMENTS, **options))(*args))
+    assert 0 < largest_of("reduce_scatter", program) < p["w"].size // 4
+
+
+ROWS, COLUMNS = 24, 8
+
+
+def lookups(mode, axis, p, batch):
+    """Looks rows up twice, among them some that the table does not have."""
+    x, y = batch
+    found = jnp.take(p["table"], x, axis=axis, mode=mode, fill_value=0.5)
+    found = jnp.swapaxes(found, 0, 1) if axis else jnp.swapaxes(found, 1, 2)
+    again = p["table"].at[x[:, 0]].get(mode=mode, fill_value=0.5) if axis == 0 else 0.0
+    return jnp.mean(jnp.square(jnp.sin(found) - y)) + jnp.mean(jnp.square(again))
+
+
+@pytest.mark.parametrize(
+    ("axes", "examples", "mode", "axis"),
+    [
+        ("data", 12, "fill", 0),
+        (("pod", "data"), 4, "clip", 0),
+        (("pod", "data"), 12, "fill", 1),
+        ("data", 4, "clip", 1),
+    ],
+)
+def test_tables_in_pieces(axes, examples, mode, axis, monkeypatch):
+    """A device has a few rows of a table at a time when it looks rows up, and of each statistic."""
+    for name, number in (("LARGEST", 100), ("LARGEST_PIECE_OF_TABLE", 50)):
+        monkeypatch.setattr(shards, name, number)
+    table = normal(1, ROWS, COLUMNS)
+    p = {"table": table.T if axis else table}
+    keys = jax.random.randint(jax.random.key(2), (examples, 5), -3, ROWS + 4, "int32")
+    args = p, (jnp.where(keys < 0, ROWS + 9, keys), normal(3, examples, COLUMNS, 5))
+    more = {"example_weights": np.arange(examples) % 3}
+    stats = {"norm": pg.Norm(), "variance": pg.Variance(), "shifted": pg.Mean(jnp.cos)}
+    fun = functools.partial(lookups, mode, axis)
+    expected = jax.jit(pg.value_and_stats(fun, stats))(*args, **more)
+    options = {"spmd_axis_name": ("pod", "data"), "param_specs": P(*[None] * axis, axes)}
+    with jax.set_mesh(mesh_of(pod=2, data=2)):
+        close(jax.jit(pg.value_and_stats(fun, stats, **options))(*args, **more), expected)
+        program = str(jax.make_jaxpr(pg.grad_stats(fun, MOMENTS, **options))(*args))
+    assert 0 < largest_of("all_gather", program) <= table.size // 3
+    assert 0 < largest_of("reduce_scatter", program) <= table.size // 6
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_one_layer_is_gathered_at_a_time(how):
     program = compiled_layers(how, MOMENTS)
@@ -390,6 +453,46 @@ def test_memory_falls_with_the_number_of_devices():
     whole = sum(x.nbytes for x in jax.tree.leaves(layers()["blocks"]))
     memory = compiled_layers("scan remat", MOMENTS).memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < whole
+
+
+FSDP, TENSOR = {"w": P("data"), "v": P("data")}, {"w": P(None, "model"), "v": P("model")}
+
+
+@pytest.mark.parametrize(
+    ("specs", "strategy", "more"),
+    [
+        (FSDP, "auto", {}),
+        (FSDP, "materialise", {}),
+        (TENSOR, "materialise", {("all-reduce", 2): 2}),
+        (TENSOR, "streamed", {("all-reduce", 1): 2}),
+        (TENSOR, "gram", {("all-reduce", 2 * POSITIONS): 2, ("all-reduce", 2 * POSITIONS**2): 2}),
+    ],
+    ids=["fsdp", "fsdp formed", "tensor formed", "tensor streamed", "tensor gram"],
+)
+def test_what_norms_exchange(specs, strategy, more):
+    """Nothing with FSDP, since an example is on one device. With a further axis devices have parts.
+
+    A device adds up the squares of its part of the gradients that are formed, and the sums of the two
+    examples, or of one at a time, are added up over devices. From products it has parts of the products.
+    """
+
+    def loss(p, batch):
+        return jnp.mean(jnp.square(jnp.tanh(batch[0] @ p["w"]) @ p["v"] - batch[1]))
+
+    def exchanged(stats):
+        mesh = mesh_of(data=4, model=2)
+        shapes = {"w": (8, 64), "v": (64, 8)}
+        p = {name: normal(1, *shape) for name, shape in shapes.items()}
+        p = jax.device_put(p, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+        batch = spread(mesh, (normal(2, 8, POSITIONS, 8), normal(3, 8, POSITIONS, 8)))
+        options = {"spmd_axis_name": "data", "param_specs": specs, "strategy": strategy}
+        with jax.set_mesh(mesh), optimized():
+            program = jax.jit(pg.grad_stats(loss, stats, **options)).lower(p, batch).compile()
+        found = collectives(program)
+        return collections.Counter((kind, size) for kind, sizes in found.items() for size in sizes)
+
+    mean = {"mean": pg.Mean()}
+    assert exchanged(mean | {"norm": pg.Norm()}) - exchanged(mean) == more
 
 
 # Around it.

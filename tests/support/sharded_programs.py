@@ -319,24 +319,30 @@ def check(drawn: Drawn) -> str:
     return "ok"
 
 
+SMALL = {"LARGEST": 100, "LARGEST_PIECE": 50, "LARGEST_PIECE_OF_TABLE": 50}
+
+
 class _small_caches:
     """Gradients are divided into blocks of a few columns, as if the cache of the device were small.
 
-    So are the means that devices exchange.
+    So are the means that devices exchange, and tables.
     """
 
     def __init__(self, name):
         self.name = name
 
     def __enter__(self):
-        self.old = backend.backend, streamed.LANES, shards.LARGEST, shards.LARGEST_PIECE
+        self.old = backend.backend, streamed.LANES, [getattr(shards, name) for name in SMALL]
         if self.name is not None:
             device = dataclasses.replace(backend.BACKENDS[self.name], cache_size=400)
             backend.backend, streamed.LANES = lambda: device, 3
-            shards.LARGEST, shards.LARGEST_PIECE = 100, 50
+            for name, number in SMALL.items():
+                setattr(shards, name, number)
 
     def __exit__(self, *_):
-        backend.backend, streamed.LANES, shards.LARGEST, shards.LARGEST_PIECE = self.old
+        backend.backend, streamed.LANES, numbers = self.old
+        for name, number in zip(SMALL, numbers, strict=True):
+            setattr(shards, name, number)
 
 
 def main() -> None:

@@ -104,18 +104,26 @@ class Lookup(Term):
         key, value = parts
         return self.to_table(key[None, None], value[None, None])
 
-    def to_table(self, keys: jax.Array, values: jax.Array) -> jax.Array:
-        """A table, shaped like the term, in which `values` [B, N, row] add up at their keys [B, N]."""
+    def to_table(self, keys: jax.Array, values: jax.Array, rows: int | None = None) -> jax.Array:
+        """A table, shaped like the term, in which `values` [B, N, row] add up at their keys [B, N].
+
+        If there is one indexed axis, the table may have another number of `rows` along it.
+        """
         size, n, *row = values.shape
-        table = jnp.zeros((self.table, *row), values.dtype)
+        sizes = self.sizes(self.indexed) if rows is None else (rows,)
+        table = jnp.zeros((math.prod(sizes), *row), values.dtype)
         table = table.at[keys.reshape(-1)].add(values.reshape(size * n, *row), mode="drop")
-        table = table.reshape(*self.sizes(self.indexed), *row)
+        table = table.reshape(*sizes, *row)
         return table.transpose(np.argsort([*self.indexed, *self.window]))
 
     def at(self, table: jax.Array, keys: jax.Array) -> jax.Array:
-        """The rows [B, N, row] that `table`, an array shaped like the term, has at these keys [B, N]."""
+        """The rows [B, N, row] that `table`, an array shaped like the term, has at these keys [B, N].
+
+        If there is one indexed axis, the table may have another number of rows along it.
+        """
         table = table.transpose(*self.indexed, *self.window)
-        table = table.reshape(self.table, *self.sizes(self.window))
+        rows = math.prod(table.shape[: len(self.indexed)])
+        table = table.reshape(rows, *self.sizes(self.window))
         return table.at[keys].get(mode="fill", fill_value=0)
 
     def keys(self, indices: Sequence[jax.Array]) -> jax.Array:

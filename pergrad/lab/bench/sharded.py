@@ -7,9 +7,9 @@ chips that need not be there. The mesh has an axis for each dimension of the tor
 The batch is divided along all axes. So are the parameters and their statistics with `--layout fsdp`.
 With `--layout tensor` the last axis divides the parameters, and not the batch. For `jax.grad` and for
 each set of statistics a line says how much temporary memory a chip needs, how large its shard of the
-results is, how many bytes it sends to others, and which is the largest array that is gathered. Nothing
-runs. With `--json docs/devices.json` the figures go into a file, from which `--table` makes the tables
-of docs/devices.md.
+results is, how many bytes and numbers it sends to others, and which is the largest array that is
+gathered. Nothing runs. With `--json docs/devices.json` the figures go into a file, from which `--table`
+makes the table of docs/devices.md.
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ class Placed:
 class Needs:
     """What a compiled program needs on each chip, in bytes.
 
-    `sent_bytes` are those that a chip sends to others, `async_bytes` those of them that it sends beside
-    other work. `gathered` has the arrays that are gathered, the largest first.
+    `sent_bytes` are those that a chip sends to others, which are `sent_numbers` numbers, and
+    `async_bytes` those of them that it sends beside other work. `gathered` has the arrays that are
+    gathered, the largest first.
     """
 
     temp_bytes: int
     result_bytes: int
     sent_bytes: float
+    sent_numbers: float
     async_bytes: float
     gathered: tuple[Array, ...]
 
@@ -142,6 +144,7 @@ def build(placed: Placed, name: str) -> Needs:
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
         sum(one.bytes for one in sent),
+        sum(one.numbers for one in sent),
         sum(one.bytes for one in sent if one.is_async),
         tuple(sorted(gathered, key=lambda array: -array.bytes)),
     )
@@ -175,6 +178,7 @@ def row_of(model: str, topology: str, layout: str, stats: str, batch: int, needs
         "temp_bytes": needs.temp_bytes,
         "result_bytes": needs.result_bytes,
         "sent_bytes": round(needs.sent_bytes),
+        "sent_numbers": round(needs.sent_numbers),
         "async_bytes": round(needs.async_bytes),
         "largest_gathered": "nothing" if largest is None else f"{largest.kind}{list(largest.sizes)}",
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
@@ -196,8 +200,9 @@ def table(rows: Sequence[Row]) -> str:
     """The figures beside those of `jax.grad`, as a table in Markdown: memory, and bytes on the wire."""
     lines = [
         "| parameters | tokens a chip | chips | layout | statistics | temporary memory, `jax.grad` "
-        "| pergrad | its results | sent, `jax.grad` | pergrad | beside other work |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| pergrad | its results | sent, `jax.grad` | pergrad | times the bytes | times the numbers "
+        "| beside other work |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     plain = {tuple(row[key] for key in KEY[:-1]): row for row in rows if row["stats"] == GRAD}
     order = {name: number for number, name in enumerate(MODELS)}
@@ -215,6 +220,7 @@ def table(rows: Sequence[Row]) -> str:
             row["stats"],
             *(_megabytes(x) for x in (beside["temp_bytes"], row["temp_bytes"], row["result_bytes"])),
             *(_megabytes(x) for x in (beside["sent_bytes"], row["sent_bytes"])),
+            *(f"{row[name] / beside[name]:.2f}" for name in ("sent_bytes", "sent_numbers")),
             f"{share:.0%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -258,7 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"{options.model} {options.topology} {options.layout} {name}: "
             f"{_megabytes(needs.temp_bytes)} temporary, {_megabytes(needs.result_bytes)} of results, "
-            f"sends {_megabytes(needs.sent_bytes)}, {_megabytes(needs.async_bytes)} of them beside "
+            f"sends {_megabytes(needs.sent_bytes)} ({needs.sent_numbers / 1e6:.0f} million numbers), "
+            f"{_megabytes(needs.async_bytes)} of them beside "
             f"other work, gathers {row['largest_gathered']} at most",
             flush=True,
         )

@@ -181,10 +181,14 @@ def join(
         raise LabError(f"--process-id of {num_processes} is 0 to {num_processes - 1}, not {process_id}.")
     address = peers.split(coordinator_address)
     here = peers.Peers(process_id, num_processes, timeout)
-    port = here.gather(address) if process_id == 0 else here.come(address)
+    if process_id == 0:
+        host, port = address[0], here.gather(address)
+    else:
+        relay = peers.Relay((address[0], here.come(address)), timeout)
+        host, port = "127.0.0.1", relay.port
     _initialize(
-        coordinator_address=f"{address[0]}:{port}",
-        coordinator_bind_address=f"{address[0]}:{port}" if peers.is_loopback(address[0]) else None,
+        coordinator_address=f"{host}:{port}",
+        coordinator_bind_address=f"{host}:{port}" if peers.is_loopback(host) else None,
         num_processes=num_processes,
         process_id=process_id,
         initialization_timeout=seconds,

@@ -6,9 +6,10 @@ every process sends signs of life over them, several times in a time-out. A conn
 that its process has ended; silence means that its process is stopped or out of reach. The first process
 tells the others.
 
-JAX notices the same, mostly later, and its C++ part then ends the process with a report of its own. Here
-one line tells which process has ended. Only if the first process is killed, and JAX's coordinator with
-it, JAX may be as quick; then the user sees both reports.
+JAX notices the same, and its C++ part then ends the process with a report of its own. Here one line
+tells which process has ended. JAX notices most things later. But if the first process is killed, and
+JAX's coordinator with it, the connections to both close at the same time. So the other processes talk to
+JAX's coordinator through a `Relay` of their own, which does not close the connection then.
 """
 
 from __future__ import annotations
@@ -181,6 +182,49 @@ def end(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(1)
+
+
+class Relay:
+    """Stands between JAX in this process and JAX's coordinator at `address`, and hands on all they send.
+
+    If the coordinator ends, JAX hears nothing more, and would miss its signs of life after a while.
+    """
+
+    def __init__(self, address: tuple[str, int], timeout: float) -> None:
+        self._address, self._timeout = address, timeout
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            here, _ = self._server.accept()
+            threading.Thread(target=self._connect, args=(here,), daemon=True).start()
+
+    def _connect(self, here: socket.socket) -> None:
+        """Connects to the coordinator, which may not listen yet, and hands on until either ends."""
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                there = socket.create_connection(self._address, timeout=self._timeout)
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    return here.close()  # JAX says then that it does not reach its coordinator
+                time.sleep(0.05)
+        there.settimeout(None)
+        for connected in (here, there):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=_hand_on, args=(there, here), daemon=True).start()
+        _hand_on(here, there)
+        there.close()
+
+
+def _hand_on(source: socket.socket, to: socket.socket) -> None:
+    """Sends all that comes from `source`, until there is no more. The connection `to` stays open."""
+    with contextlib.suppress(OSError):
+        while got := source.recv(65536):
+            to.sendall(got)
 
 
 class _Connection:

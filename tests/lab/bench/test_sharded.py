@@ -43,7 +43,7 @@ PROGRAM = """
 
 ENTRY %main (a: f32[64]) -> f32[64] {
   %a = f32[64]{0} parameter(0)
-  %sum = bf16[100]{0} all-reduce(%a), replica_groups=mesh['x'=4,'y'=2] {'y'}, to_apply=%add
+  %sum = bf16[100]{0} all-reduce(%a), replica_groups=mesh['x'=4,'y'=2] {'y'}, ALONE, to_apply=%add
   %sent = (f32[5]{0}, f32[5]{0}, u32[]) collective-permute-start(%a), source_target_pairs={{0,1}}
   %zero = s32[] constant(0)
   %start = (s32[], f32[64]{0}) tuple(%zero, %a)
@@ -54,17 +54,18 @@ ENTRY %main (a: f32[64]) -> f32[64] {
 
 
 ROUNDS = 'backend_config={"known_trip_count":{"n":"3"}}'
+ALONE = 'frontend_attributes={async_collective_name="all-reduce-start"}'
 
 
 def test_bytes_that_collectives_send():
-    found = collectives(PROGRAM.replace("ROUNDS", ROUNDS))
-    counted = {one.kind: (one.times, one.bytes, one.is_async) for one in found}
+    found = collectives(PROGRAM.replace("ROUNDS", ROUNDS).replace("ALONE", ALONE))
+    counted = {one.kind: (one.times, one.bytes, one.numbers, one.is_async) for one in found}
     assert len(found) == len(counted) == 4
     assert counted == {
-        "all-reduce": (1, 2 * 200 / 2, False),  # bfloat16, two chips
-        "collective-permute": (1, 20, True),
-        "reduce-scatter": (3, 3 * 256 * 3 / 4, False),  # four chips, three rounds
-        "all-gather": (3, 3 * 256 * 7 / 8, True),  # eight chips, in two pieces
+        "all-reduce": (1, 2 * 200 / 2, 100, False),  # bfloat16, two chips
+        "collective-permute": (1, 20, 5, True),
+        "reduce-scatter": (3, 3 * 256 * 3 / 4, 3 * 64 * 3 / 4, False),  # four chips, three rounds
+        "all-gather": (3, 3 * 256 * 7 / 8, 3 * 64 * 7 / 8, True),  # eight chips, in two pieces
     }
 
 
@@ -73,9 +74,9 @@ def test_page_has_the_figures():
     assert sharded.table(ROWS) in page
 
 
-# What is above the limits, and by how much: docs/devices.md says why.
-MEMORY = {("169M", "v5e:8x8", "fsdp", 64, "moments"): 1.9}
-SENT = {("169M", "v5e:4x4", "replicated", 32, "moments"): 1.65}
+# Numbers in float32 have twice the bytes of those in bfloat16. `jax.grad` adds up the gradients of
+# bfloat16 products over chips in bfloat16, and docs/devices.md says why pergrad does not.
+WIDER = {"replicated": 2}
 
 
 @pytest.mark.parametrize(
@@ -84,11 +85,24 @@ SENT = {("169M", "v5e:4x4", "replicated", 32, "moments"): 1.65}
     ids=str,
 )
 def test_beside_jax_grad(key):
-    """1.1 times the memory and the shards of further statistics; the bytes once for each of them."""
+    """1.1 times the memory and the shards of further statistics; what is sent once for each of them."""
     rows = {tuple(row[name] for name in sharded.KEY): row for row in ROWS}
     row, plain = rows[key], rows[*key[:-1], sharded.GRAD]
     shards = row["result_bytes"] - plain["result_bytes"]
-    limit = MEMORY.get(key, 1.10) * plain["temp_bytes"] + shards
-    assert row["temp_bytes"] <= limit
-    limit = SENT.get(key, 1) * len(sharded.STATS[row["stats"]]) * plain["sent_bytes"]
-    assert row["sent_bytes"] <= limit
+    assert row["temp_bytes"] <= 1.10 * plain["temp_bytes"] + shards
+    number = len(sharded.STATS[row["stats"]])
+    assert row["sent_numbers"] <= 1.001 * number * plain["sent_numbers"]
+    assert row["sent_bytes"] <= WIDER.get(row["layout"], 1) * number * plain["sent_bytes"]
+
+
+def test_memory_falls_with_the_number_of_chips():
+    """The same 64 sequences on 4, 16 and 64 chips."""
+    rows = [row for row in ROWS if row["model"] == "169M" and row["layout"] == "fsdp"]
+    rows = [row for row in rows if row["batch"] == 64]
+
+    def fall(stats):
+        found = [row["temp_bytes"] for row in rows if row["stats"] == stats]
+        assert len(found) == 3
+        return max(found) / min(found)
+
+    assert fall("moments") >= 0.95 * fall(sharded.GRAD)

@@ -8,11 +8,13 @@ A ring of n chips sends from each of them, for an array of b bytes,
     all-reduce        2 b (n - 1) / n     which is a reduce-scatter and an all-gather
     collective-permute  b
 
-each as often as it runs. Two of the forms that the compiler for TPUs gives them are not what they seem:
+each as often as it runs. Three forms that the compiler for TPUs gives them are not what they seem:
 
 - A fusion that is called `all-reduce-scatter` has an all-reduce inside, and is a reduce-scatter.
 - A collective that runs beside other work stands in several fusions, one for each piece of that work.
   All of them have the same `chain_id`, and together they are one collective.
+- An `all-gather` with the attribute `async_collective_name` does not run beside other work. The compiler
+  had given it a start and an end, found nothing to run in between, and made one operation of both.
 """
 
 from __future__ import annotations
@@ -38,16 +40,17 @@ LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective: its kind, how often it runs, and the bytes that it sends from each chip in all runs.
+    """A collective: its kind, how often it runs, and what it sends from each chip in all runs.
 
-    `arrays` are those that it makes. `is_async` says whether it runs beside other work. `chain` is the
-    name of its chain, empty if it stands in one place.
+    It sends so many `numbers`, of so many `bytes`. `arrays` are those that it makes. `is_async` says
+    whether it runs beside other work. `chain` is the name of its chain, empty if it stands in one place.
     """
 
     kind: str
     arrays: tuple[Array, ...]
     times: int
     bytes: float
+    numbers: float
     is_async: bool
     chain: str
 
@@ -98,19 +101,20 @@ def _sent(one: Instruction, outer: Instruction, times: int) -> Sent:
     has_started = one.opcode.endswith("-start")
     # The start of a collective has its operands before its results.
     arrays = one.arrays[1:2] if has_started else one.arrays
-    total, number = sum(array.bytes for array in arrays), _group_size(one)
+    number = _group_size(one)
     names = "".join(name for own in outer.called.values() for name in own)
     if kind == "collective-permute":
-        sent = total
+        often = 1
     elif kind == "reduce-scatter":
-        sent = total * (number - 1)
+        often = number - 1
     else:
-        often = 1 if names.startswith(SCATTERS) else SENT[kind]
-        sent = often * total * (number - 1) / number
+        often = (1 if names.startswith(SCATTERS) else SENT[kind]) * (number - 1) / number
     chain = CHAIN.search(one.attributes)
-    is_async = has_started or "async_collective" in one.attributes or chain is not None
+    is_async = has_started or chain is not None
     kind = "reduce-scatter" if names.startswith(SCATTERS) else kind
-    return Sent(kind, arrays, times, times * sent, is_async, chain[0] if chain else "")
+    sent, numbers = sum(array.bytes for array in arrays), sum(array.elements for array in arrays)
+    often *= times
+    return Sent(kind, arrays, times, often * sent, often * numbers, is_async, chain[0] if chain else "")
 
 
 def _group_size(one: Instruction) -> int:
