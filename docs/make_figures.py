@@ -18,8 +18,14 @@ STUDIES = pages.ROOT / "docs" / "studies.md"
 TABLE = re.compile(
     r"((?:^\|.*\n)+)(?:<!-- end -->\n)?\n!\[(.*)\]\((studies/tables/([\w-]+)\.png)\)", re.MULTILINE
 )
-NAMES = {"rivals-cells": 3, "law-slopes": 3, "overhead": 3, "overhead-tpu": 3}  # columns that name a row, if not one
-ALIKE = {"plane", "clipping", "overhead"}  # tables whose columns all have the same quantity
+# How many columns name a row, if it is not the first alone.
+NAMES = {"rivals-cells": 3, "law-slopes": 3, "overhead": 3, "overhead-tpu": 3}
+ALIKE = {
+    "plane",
+    "clipping",
+    "overhead",
+    "overhead-tpu",
+}  # tables whose columns all have the same quantity
 
 
 def tables() -> Iterator[tuple[Path, report.Figure]]:

@@ -145,6 +145,11 @@ class Tuned:
         }
 
     @property
+    def tuning_loss(self) -> float:
+        """The lowest mean loss of the rates that were tried."""
+        return min(sum(losses) / len(losses) for losses in self.by_rate.values())
+
+    @property
     def is_on_edge(self) -> bool:
         """Whether the best of the rates that were tried is the smallest or the largest of them."""
         return best_rate(self.by_rate) in (min(self.tried), max(self.tried))

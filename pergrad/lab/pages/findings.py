@@ -17,7 +17,7 @@ import numpy as np
 
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train, to_json
-from pergrad.lab.pages import figures, report
+from pergrad.lab.pages import figures, panels, report
 from pergrad.lab.run import records
 
 SMOOTHED = 20  # points of a curve, each the mean over a twentieth of the run
@@ -138,6 +138,30 @@ def tuning(tuned: Mapping[str, sweep.Tuned], title: str = "Learning rates") -> r
                 lambda fig: figures.loss_against_rate(fig, by_rate, names=list(tuned), notes=notes),
             )
         ],
+    )
+
+
+def options(
+    every: Mapping[str, sweep.Tuned], best: Mapping[str, str], title: str, note: str = ""
+) -> report.Section:
+    """Which options of each method were tried, and which one was chosen, the `best`."""
+    chosen = {name + option for name, option in best.items()}
+    rows = [
+        [name, f"{own.method.learning_rate:.3g}", f"{own.tuning_loss:.4f}", "yes" * (name in chosen)]
+        for name, own in every.items()
+    ]
+    table = report.Table("", ["method", "learning rate", "loss", "chosen"], rows)
+    return report.Section(
+        title,
+        "Losses on the half of the validation data that chooses, over the seeds that choose." + note,
+        figures=[
+            panels.of_table(
+                table,
+                f"{title}: the losses that chose",
+                "The lowest mean loss of the learning rates that were tried, and the rate chosen.",
+            )
+        ],
+        tables=[table],
     )
 
 

@@ -88,7 +88,7 @@ class Lab:
         by_option = {name + o: rates[name] for name, own in methods.items() for o in own}
         every = self.tune(options, by_option, amount, reported=False)
         best = {
-            name: min(own, key=lambda o: tuning_loss(every[name + o])) for name, own in methods.items()
+            name: min(own, key=lambda o: every[name + o].tuning_loss) for name, own in methods.items()
         }
         chosen = {name: methods[name][option] for name, option in best.items()}
         return Chosen(every, best, self.tune(chosen, rates, amount))
@@ -104,11 +104,6 @@ class Chosen:
     every: dict[str, sweep.Tuned]
     best: dict[str, str]
     tuned: dict[str, sweep.Tuned]
-
-
-def tuning_loss(own: sweep.Tuned) -> float:
-    """The lowest mean loss of the rates that were tried, by which an option is chosen."""
-    return min(sum(losses) / len(losses) for losses in own.by_rate.values())
 
 
 @dataclasses.dataclass(frozen=True)

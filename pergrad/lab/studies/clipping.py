@@ -12,8 +12,8 @@ from typing import Any
 
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
-from pergrad.lab.pages import figures, findings, panels, report
-from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult, tuning_loss
+from pergrad.lab.pages import figures, findings, report
+from pergrad.lab.studies._study import LARGE, SMALL, Lab, Study, StudyResult
 
 OPTIMIZERS: dict[str, OptimizerName] = {"Adam": "adam", "MicroAdam": "micro_adam"}
 NONE, BATCH, EXAMPLE = "not clipped", "by batch", "by example"
@@ -178,11 +178,6 @@ def _over_the_run(preset: Preset, tuned: Mapping[str, sweep.Tuned], lab: Lab) ->
 
 
 def _norms(preset: Preset, every: Mapping[str, sweep.Tuned], best: Mapping[str, str]) -> report.Section:
-    chosen = {name + norm for name, norm in best.items()}
-    rows = [
-        [name, f"{own.method.learning_rate:g}", f"{tuning_loss(own):.4f}", "yes" * (name in chosen)]
-        for name, own in every.items()
-    ]
     lists = {BATCH: preset.batch_norms, EXAMPLE: preset.example_norms}
     ends = [
         name
@@ -190,20 +185,8 @@ def _norms(preset: Preset, every: Mapping[str, sweep.Tuned], best: Mapping[str, 
         for kind, norms in lists.items()
         if name.endswith(kind) and norm in (f" at {min(norms):g}", f" at {max(norms):g}")
     ]
-    table = report.Table("", ["method", "learning rate", "loss", "chosen"], rows)
-    return report.Section(
-        "Norms",
-        "Losses on the half of the validation data that chooses, over the seeds that choose."
-        + (f" At an end of its list, so perhaps not at its best: {'; '.join(ends)}." if ends else ""),
-        figures=[
-            panels.of_table(
-                table,
-                "Loss at every norm",
-                "The lowest mean loss of the learning rates that were tried, and that learning rate.",
-            )
-        ],
-        tables=[table],
-    )
+    note = f" At an end of its list, so perhaps not at its best: {'; '.join(ends)}." if ends else ""
+    return findings.options(every, best, "Norms", note)
 
 
 STUDY = Study(

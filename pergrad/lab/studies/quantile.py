@@ -15,8 +15,8 @@ from typing import Any
 
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import Train
-from pergrad.lab.pages import findings, panels, report
-from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult, tuning_loss
+from pergrad.lab.pages import findings
+from pergrad.lab.studies._study import LARGE, NEVER, SMALL, Lab, Study, StudyResult
 
 NONE, BATCH, EXAMPLE, QUANTILE = "not clipped", "by batch", "by example", "by quantile"
 MARGIN = 0.02  # nats: a smaller difference of final losses does not matter
@@ -92,7 +92,7 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         "rates.",
         [
             findings.at_best(found.tuned, lab.runs, decided(found.tuned)),
-            _options(found.every, found.best),
+            findings.options(found.every, found.best, "Norms and quantiles"),
             findings.tuning(found.tuned),
         ],
         [
@@ -123,27 +123,6 @@ def decided(tuned: Mapping[str, sweep.Tuned]) -> list[decide.Verdict]:
             names=(QUANTILE, clean),
         ),
     ]
-
-
-def _options(every: Mapping[str, sweep.Tuned], best: Mapping[str, str]) -> report.Section:
-    chosen = {name + option for name, option in best.items()}
-    rows = [
-        [name, f"{own.method.learning_rate:.3g}", f"{tuning_loss(own):.4f}", "yes" * (name in chosen)]
-        for name, own in every.items()
-    ]
-    table = report.Table("", ["method", "learning rate", "loss", "chosen"], rows)
-    return report.Section(
-        "Norms and quantiles",
-        "Losses on the half of the validation data that chooses, over the seeds that choose.",
-        figures=[
-            panels.of_table(
-                table,
-                "Loss at every norm and quantile",
-                "The lowest mean loss of the learning rates that were tried, and that learning rate.",
-            )
-        ],
-        tables=[table],
-    )
 
 
 STUDY = Study(

@@ -23,11 +23,9 @@ from pergrad.lab.pages import figures, findings, panels, report
 from pergrad.lab.studies._study import (
     NEVER,
     SMALL,
-    Chosen,
     Lab,
     Study,
     StudyResult,
-    tuning_loss,
 )
 
 ADAM, FLOORED = "Adam", "MSQ with a floor"
@@ -154,7 +152,11 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         [
             _where(preset, tuned),
             findings.at_best(at_home, lab.runs, beside(at_home)),
-            _alike(chosen, lab),
+            dataclasses.replace(
+                findings.at_best(chosen.tuned, lab.runs, alike(chosen.tuned)),
+                title="Everything tuned for both",
+            ),
+            findings.options(chosen.every, chosen.best, "b2, weight decay and clipping"),
             findings.tuning(tuned),
         ],
         [
@@ -223,22 +225,6 @@ def beside(at_home: Mapping[str, sweep.Tuned]) -> list[decide.Verdict]:
 def alike(tuned: Mapping[str, sweep.Tuned]) -> list[decide.Verdict]:
     """Whether MSQ with a floor ends below Adam if everything is tuned for both."""
     return [_below(tuned, FLOORED + ALIKE, ADAM + ALIKE, 0.95)]
-
-
-def _alike(chosen: Chosen, lab: Lab) -> report.Section:
-    section = findings.at_best(chosen.tuned, lab.runs, alike(chosen.tuned))
-    said = "; ".join(f"{name.removesuffix(ALIKE)}{option}" for name, option in chosen.best.items())
-    rows = [
-        [name, f"{own.method.learning_rate:.3g}", f"{tuning_loss(own):.4f}"]
-        for name, own in chosen.every.items()
-    ]
-    table = report.Table("Every combination", ["method", "learning rate", "loss that chose"], rows)
-    return dataclasses.replace(
-        section,
-        title="Everything tuned for both",
-        text=f"b2, weight decay and clipping were chosen together, on the seeds that choose: {said}.",
-        tables=[*section.tables, table],
-    )
 
 
 def _below(tuned: Mapping[str, sweep.Tuned], low: str, high: str, level: float) -> decide.Verdict:

@@ -120,7 +120,7 @@ CLAIMS = {
     "scaling": 4,
 }
 CLAIMS |= {"law": 4, "ramp": 3, "clipping": 8, "quantile": 4, "snr": 4}
-FIGURES = {"sign": 5, "arms": 3, "argument": 4, "adam": 4, "plane": 3, "rivals": 7, "scaling": 6}
+FIGURES = {"sign": 5, "arms": 3, "argument": 4, "adam": 4, "plane": 3, "rivals": 8, "scaling": 6}
 FIGURES |= {"law": 2, "ramp": 2, "clipping": 6, "quantile": 4, "snr": 3}
 
 
