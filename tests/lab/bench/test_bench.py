@@ -414,7 +414,7 @@ def test_blocks(tmp_path):
     compiled.append({**ROWS[1], "part": "target"})
     compiled.append({**ROWS[3], "part": "target", "case": "billion"})
     logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch}
-    logs |= {"target": compiled, "v5p": compiled}
+    logs |= {"target": compiled, "v5p": compiled, "h100": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
     page = "".join(f"<!-- bench: {name} -->\nwhat stood here\n<!-- end -->\n" for name in names)
