@@ -138,11 +138,16 @@ def read(rows: Sequence[Mapping[str, Any]]) -> tuple[Noise, Noise, list[Mapping[
     return noise, annealed, [row for row in rows if "curvature" in row]
 
 
+def only_pairs(noise: Mapping[str, Any]) -> dict[str, Any]:
+    """Signal and noise, of all parameters and of each one: all else follows from them."""
+    return {name: x for name, x in noise.items() if name.split("/")[0] in ("signal", "noise")}
+
+
 def _measured(runs: Sequence[Train], lab: Lab) -> Noise:
     return [
         {
             row["step"]: {"schedule": config.schedule, "seed": config.seed, "step": row["step"]}
-            | row["noise"]
+            | only_pairs(row["noise"])
             for row in records.read_metrics(records.directory(lab.runs, config))
             if "noise" in row
         }
