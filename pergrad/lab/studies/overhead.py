@@ -276,6 +276,11 @@ def _memory(points: Sequence[Point]) -> report.Section:
     )
 
 
+def _quotient(a: float, b: float) -> str:
+    """a / b; "-" if b is 0, as the memory of a program that fits into the chip's registers and cache."""
+    return f"{a / b:.2f}" if b else "-"
+
+
 def _compiled(points: Sequence[Point]) -> report.Section:
     """What programs cost on a TPU, as its compiler says."""
     title = f"Compiled for {TARGET}, not run on it"
@@ -290,7 +295,7 @@ def _compiled(points: Sequence[Point]) -> report.Section:
     for point in points:
         floor = point.judged[tasks.FLOOR]
         cells = [
-            f"{own.seconds / floor.seconds:.2f} ({own.temp_bytes / floor.temp_bytes:.2f})"
+            f"{own.seconds / floor.seconds:.2f} ({_quotient(own.temp_bytes, floor.temp_bytes)})"
             for own in (point.judged[name] for name in NAMES)
         ]
         rows.append([point.model, str(point.width), str(point.length), *cells])

@@ -102,6 +102,13 @@ def test_two_rounds_show_nothing():
     assert verdict.answer == NOT_SHOWN
 
 
+def test_a_program_without_temporary_memory_on_the_chip():
+    judged = {name: _points.Judged(2.0, 0.0) for name in (tasks.FLOOR, *_points.NAMES)}
+    point = dataclasses.replace(a_point(8, 1.0), judged=judged)
+    (table,) = overhead._compiled([point]).tables
+    assert table.rows == [["transformer", "32", "8", "1.00 (-)", "1.00 (-)"]]
+
+
 @pytest.mark.parametrize(
     ("most", "answer"), [(1.2e6, SUPPORTED), (1.3e6, CONTRADICTED), (math.nan, NOT_SHOWN)]
 )
