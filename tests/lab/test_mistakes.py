@@ -122,7 +122,15 @@ def test_two_runs_at_a_time(tmp_path):
             records.Run(tmp_path, replace(config, seed=1), "digest", "data")
 
 
-def test_an_interrupt_within_a_callback(monkeypatch, capsys):
+@pytest.fixture
+def interrupts():
+    """In the background of a script SIGINT is ignored, by the tests and by what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_within_a_callback(interrupts, monkeypatch, capsys):
     """Python drops what a finalizer raises. Ctrl-C at that moment still ends the command."""
 
     class Interrupts:
@@ -141,25 +149,24 @@ def test_an_interrupt_within_a_callback(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted; the same command again continues\n"
 
 
-def test_interrupted(text, tmp_path):
+def test_interrupted(interrupts, text, tmp_path):
     """As by Ctrl-C, in the midst of a run: one line, and the code that a shell expects."""
     options = [f"--data={text}", *SMALL, f"--run-dir={tmp_path}", "--steps=1000000"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "pergrad.lab", "train", *options],
         env=os.environ | {"PYTHONPATH": str(pages.ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        until = time.monotonic() + 120
-        while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < until:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            until = time.monotonic() + 120
+            while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < until:
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
     # Grain warns on JAX before 0.11 that it cannot profile its workers.
     own = [line for line in error.splitlines() if not line.startswith("WARNING:absl:Grain")]
     assert process.returncode == 130 and own == ["interrupted; the same command again continues"]
