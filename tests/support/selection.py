@@ -9,7 +9,7 @@ of parts, which depends on the list:
     PERGRAD_TESTS   a list in LONGEST   one in SHORTENED   another in a folder   one beside the folders
     all             all of it           all of it          all of it             all of it
     some            a 24th              a twelfth          a third               all of it
-    few             a 24th              a 24th             a quarter             a quarter
+    few             a 24th              a 24th             a sixth               a quarter
 
 `some` is what runs without that variable. PERGRAD_TURN sets the turn. A test that is named on the
 command line (`file.py::test`) runs in any turn.
@@ -151,7 +151,7 @@ LONGEST = {
 PARTS = {
     "longest": {"all": 1, "some": TURNS, "few": TURNS},
     "long": {"all": 1, "some": 12, "few": 24},
-    "short": {"all": 1, "some": 3, "few": 4},
+    "short": {"all": 1, "some": 3, "few": 6},
     "brief": {"all": 1, "some": 1, "few": 4},
 }
 
