@@ -30,6 +30,7 @@ import optax
 
 import pergrad as pg
 from pergrad import optim
+from pergrad._moments import sigma2_of
 from pergrad.lab.errors import LabError
 
 GROUPS = 8  # of a batch, for corrected_adam
@@ -51,7 +52,7 @@ class State(NamedTuple):
 
 def share_adam(b1: float, b2: float, eps: float) -> optim.StatsTransformation:
     def estimate(at: dict[str, jax.Array], B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sigma2 = _sigma2(at, B)
+        sigma2 = sigma2_of(at["mean"], at["second_moment"], B)
         whole = jnp.sum(at["mean"] ** 2)
         s = jnp.where(whole > 0, jnp.sum(sigma2) / B / jnp.where(whole > 0, whole, 1), 1)
         return at["mean"] ** 2 - (1 - jnp.clip(s, 0, 1)) * sigma2 / B, jnp.zeros_like(sigma2)
@@ -65,7 +66,7 @@ def share_adam(b1: float, b2: float, eps: float) -> optim.StatsTransformation:
 
 def shrunk_adam(b1: float, b2: float, eps: float) -> optim.StatsTransformation:
     def estimate(at: dict[str, jax.Array], B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return at["mean"] ** 2, _sigma2(at, B) / B
+        return at["mean"] ** 2, sigma2_of(at["mean"], at["second_moment"], B) / B
 
     def update(m: jax.Array, nu: jax.Array, noise: jax.Array) -> jax.Array:
         of_momentum = (1 - b1) / (1 + b1) * noise
@@ -100,10 +101,6 @@ def corrected_adam(b1: float, b2: float, eps: float, batch_size: int) -> optim.S
         return jnp.maximum(kept, 0) * m / (jnp.sqrt(nu) + eps)
 
     return _averaging(needed, estimate, update, b1, b2)
-
-
-def _sigma2(at: dict[str, jax.Array], B: jax.Array) -> jax.Array:
-    return B / (B - 1) * (at["second_moment"] - at["mean"] ** 2)
 
 
 def _averaging(

@@ -34,9 +34,8 @@ def test_how_the_results_were_made(name):
     for other in others:
         command += f" --{'domain' if other in get_args(DomainName) else 'model'} {other}"
     assert about["command"] == command and f"`{command}`" in PAGE
-    assert about["preset"]["seeds" if study != "overhead" else "rounds"] == (
-        found.preset_of(name).rounds if study == "overhead" else found.preset_of(name).seeds
-    )
+    repeated = "rounds" if study == "overhead" else "seeds"
+    assert about["preset"][repeated] == getattr(found.preset_of(name), repeated)
     assert about["versions"].keys() >= {"python", "jax", "pergrad"}
     assert re.fullmatch(r"[0-9a-f]{7,}", about["versions"]["pergrad"])
 
