@@ -30,11 +30,10 @@ import optax
 
 import pergrad as pg
 from pergrad import optim
-from pergrad._moments import sigma2_of
 from pergrad.lab.errors import LabError
 
 GROUPS = 8  # of a batch, for corrected_adam
-MOMENTS = {"mean": pg.Mean(), "second_moment": pg.Mean(pg.power(2)), "count": pg.Count()}
+MOMENTS = {"mean": pg.Mean(), "variance": pg.Variance(), "count": pg.Count()}
 
 Tree = Any
 # From a leaf of every statistic and their number of examples: what nu and the noise average.
@@ -52,7 +51,7 @@ class State(NamedTuple):
 
 def share_adam(b1: float, b2: float, eps: float) -> optim.StatsTransformation:
     def estimate(at: dict[str, jax.Array], B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sigma2 = sigma2_of(at["mean"], at["second_moment"], B)
+        sigma2 = at["variance"]
         whole = jnp.sum(at["mean"] ** 2)
         s = jnp.where(whole > 0, jnp.sum(sigma2) / B / jnp.where(whole > 0, whole, 1), 1)
         return at["mean"] ** 2 - (1 - jnp.clip(s, 0, 1)) * sigma2 / B, jnp.zeros_like(sigma2)
@@ -66,7 +65,7 @@ def share_adam(b1: float, b2: float, eps: float) -> optim.StatsTransformation:
 
 def shrunk_adam(b1: float, b2: float, eps: float) -> optim.StatsTransformation:
     def estimate(at: dict[str, jax.Array], B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return at["mean"] ** 2, sigma2_of(at["mean"], at["second_moment"], B) / B
+        return at["mean"] ** 2, at["variance"] / B
 
     def update(m: jax.Array, nu: jax.Array, noise: jax.Array) -> jax.Array:
         of_momentum = (1 - b1) / (1 + b1) * noise

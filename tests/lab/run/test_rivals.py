@@ -20,6 +20,7 @@ def first_update(tx, groups: int = 16) -> np.ndarray:
     means = G.reshape(groups, -1, G.shape[1]).mean(1)
     every = {
         "mean": G.mean(0),
+        "variance": G.var(0, ddof=1),
         "second_moment": (means**2).mean(0),
         "fourth_moment": (means**4).mean(0),
         "count": len(G),
