@@ -17,8 +17,10 @@ If XLA's compiler for TPUs is installed, the same programs are compiled for one,
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +29,9 @@ import numpy as np
 from pergrad.lab.bench import compilers, price, target, tasks
 from pergrad.lab.compare import decide
 from pergrad.lab.config import KindName, Train
+from pergrad.lab.files import to_json
 from pergrad.lab.pages import report
-from pergrad.lab.run import images, train
+from pergrad.lab.run import images, records, train
 from pergrad.lab.studies import _points
 from pergrad.lab.studies._points import CNN, LSTM, NAMES, TARGET, TRANSFORMER, Point
 from pergrad.lab.studies._study import Lab, Study, StudyResult
@@ -79,7 +82,7 @@ def run(sizes: Preset, lab: Lab) -> StudyResult:
     if is_compiled := compilers.is_installed(TARGET):
         compilers.use(TARGET)
     for done, (model, width, length) in enumerate(wanted, 1):
-        points.append(_measure(sizes, model, width, length, is_compiled))
+        points.append(_point(sizes, (model, width, length), is_compiled, lab.runs))
         said = ", ".join(f"{name} {points[-1].time(name).mean:.2f}" for name in NAMES)
         lab.say(f"{done} of {len(wanted)}: {points[-1].where}: {said} x jax.grad")
     machine = price.machine()
@@ -113,6 +116,26 @@ def _config(sizes: Preset, model: str, width: int, length: int) -> Train:
     kind: KindName = "lstm" if model == LSTM else "transformer"
     sequences = dataclasses.replace(base.model, **shape, kind=kind, context=length)
     return dataclasses.replace(base, model=sequences)
+
+
+def _point(sizes: Preset, size: Size, is_compiled: bool, runs: Path) -> Point:
+    """Measures one size, unless the same program did so on this machine before it was interrupted."""
+    measured = {
+        "preset": dataclasses.asdict(sizes),
+        "versions": records.versions(),
+        "machine": price.machine(),
+        "is_compiled": is_compiled,
+    }
+    measured = json.loads(to_json(measured))  # as it is read back
+    file = runs / f"overhead-{'-'.join(map(str, size))}.json"
+    if file.exists():
+        kept = records.read_json(file)
+        if kept["measured"] == measured:
+            return _points.read(kept["rows"])[0]
+    point = _measure(sizes, *size, is_compiled)
+    runs.mkdir(parents=True, exist_ok=True)
+    records.write_json(file, {"measured": measured, "rows": _points.rows(point)})
+    return point
 
 
 def _measure(sizes: Preset, model: str, width: int, length: int, is_compiled: bool) -> Point:

@@ -75,6 +75,25 @@ def a_point(length: int, ratio: float, temp_bytes: float = 1.1e6) -> overhead.Po
     return overhead.Point("transformer", 32, length, 2, results)
 
 
+def test_what_was_measured_is_kept(tmp_path, monkeypatch):
+    sizes, measured = overhead.STUDY.presets["demo"], []
+
+    def measure(sizes, model, width, length, is_compiled):
+        measured.append((sizes.rounds, length))
+        return a_point(length, 1.5)
+
+    monkeypatch.setattr(overhead, "_measure", measure)
+    fewer = dataclasses.replace(sizes, rounds=2)
+    runs = tmp_path / "runs"
+    first = overhead._point(sizes, ("transformer", 32, 8), False, runs)
+    again = overhead._point(sizes, ("transformer", 32, 8), False, runs)
+    assert again.time(tasks.PERGRAD) == first.time(tasks.PERGRAD)
+    assert again.memory(tasks.PERGRAD) == first.memory(tasks.PERGRAD)
+    overhead._point(sizes, ("transformer", 32, 16), False, runs)
+    overhead._point(fewer, ("transformer", 32, 8), False, runs)
+    assert measured == [(sizes.rounds, 8), (sizes.rounds, 16), (2, 8)]
+
+
 @pytest.mark.parametrize(
     ("ratios", "answer"),
     [
