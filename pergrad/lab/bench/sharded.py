@@ -219,19 +219,11 @@ def table(rows: Sequence[Row]) -> str:
             row["stats"],
             *(_megabytes(x) for x in (beside["temp_bytes"], row["temp_bytes"], row["result_bytes"])),
             *(_megabytes(x) for x in (beside["sent_bytes"], row["sent_bytes"])),
-            *(_quotient(row.get(name), beside.get(name), ".2f") for name in SENT),
-            *(_quotient(own.get("async_bytes"), own["sent_bytes"], ".0%") for own in (beside, row)),
+            *(f"{row[name] / beside[name]:.2f}" for name in ("sent_bytes", "sent_numbers")),
+            *(f"{own['async_bytes'] / own['sent_bytes']:.0%}" for own in (beside, row)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-SENT = ("sent_bytes", "sent_numbers")
-
-
-def _quotient(number: float | None, by: float | None, form: str) -> str:
-    """The quotient in this form, or a dash if one of the numbers was not counted."""
-    return "-" if number is None or by is None else f"{number / by:{form}}"
 
 
 def _chips(row: Row) -> int:
