@@ -199,8 +199,8 @@ MUTANTS = (
     Mutant(
         "Sparse",
         "pergrad/_strategies/sparse.py",
-        "jnp.maximum(n - t, 0)) * jnp.square(mean)",
-        "jnp.maximum(n - t, 0)) * mean",
+        "jnp.maximum(self.n - t, 0)) * jnp.square(mean)",
+        "jnp.maximum(self.n - t, 0)) * mean",
         cases("embedding_indexed"),
     ),
     Mutant(
