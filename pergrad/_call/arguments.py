@@ -9,6 +9,7 @@ refused unless the request names them in `shared_argnums`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,7 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from pergrad._call.request import ArgNums, Request, as_tuple
-from pergrad._errors import ArgumentError
+from pergrad._errors import ArgumentError, PergradError
+
+NNX_MODULE = "flax.nnx.module", "Module"  # by name, because pergrad does not need Flax
 
 
 class Roles(NamedTuple):
@@ -192,6 +195,46 @@ def parameters_of(argument: Any, number: int) -> str:
             "`model = eqx.combine(params, static)`."
         )
     return ""
+
+
+def refuse_modules(argument: Any, number: int) -> None:
+    """Refuses modules of Flax NNX where parameters are expected.
+
+    For `jax.tree` each of their variables is a leaf. So running statistics would count as parameters,
+    and a variable that stands in two places as two parameters.
+    """
+    if any(map(_is_module_of_nnx, jax.tree.leaves(argument, is_leaf=_is_module_of_nnx))):
+        raise ArgumentError(
+            f"args[{number}], which argnums names, has a module of Flax NNX. All of its variables would "
+            "be differentiated, also running statistics, and tied weights would be taken for separate "
+            "ones. The functions of pergrad.nnx take modules: write `import pergrad.nnx`, and "
+            "`pergrad.nnx.` in front of the function in place of `pergrad.`."
+        )
+
+
+def _is_module_of_nnx(x: Any) -> bool:
+    return any((base.__module__, base.__name__) == NNX_MODULE for base in type(x).__mro__)
+
+
+@contextlib.contextmanager
+def saying_what_was_given(batch: Sequence[Any], request: Request) -> Iterator[None]:
+    """Adds a note to an error of the loss itself: which `batch` the loss was given, one example."""
+    try:
+        yield
+    except PergradError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(x.shape) for x in batch[:3]) + (", ..." if len(batch) > 3 else "")
+        if request.keep_batch_dim:
+            given = f"a batch of one example. Its leaves have the shapes {shapes}."
+            way_out = (
+                "If the loss takes an example without the axis in front, write keep_batch_dim=False."
+            )
+        else:
+            given = f"one example, without an axis in front. Its leaves have the shapes {shapes}."
+            way_out = "If the loss takes a batch, leave out keep_batch_dim=False."
+        error.add_note(f"pergrad gave the loss {given} {way_out}")
+        raise
 
 
 def _is_array_like(x: Any) -> bool:

@@ -20,7 +20,9 @@ from pergrad._call.arguments import (
     named_leaves,
     parameters_of,
     refuse_key_in_batch,
+    refuse_modules,
     roles_of,
+    saying_what_was_given,
 )
 from pergrad._call.max_norms import max_norms_of
 from pergrad._call.named_axes import constraints_explained, refuse_collectives, refuse_varying
@@ -88,6 +90,8 @@ class Call:
             statistic.check_count(self.whole_size)
 
     def _flatten_params(self) -> tuple[list[Any], Any, list[str]]:
+        for number in self.roles.argnums:
+            refuse_modules(self.args[number], number)
         trees = tuple(self.args[n] for n in self.roles.argnums)
         with_path, tree = jax.tree_util.tree_flatten_with_path(trees)
         several = len(trees) > 1
@@ -105,7 +109,9 @@ class Call:
             paths.append(path)
             leaves.append(_as_array(leaf))
         if not leaves:
-            raise ArgumentError(f"argument {self.roles.argnums} has no parameters to differentiate.")
+            raise ArgumentError(
+                f"argnums={self.request.argnums} names nothing that has parameters to differentiate."
+            )
         return leaves, tree, paths
 
     def _flatten_batch(self) -> tuple[list[Any], Any]:
@@ -120,7 +126,9 @@ class Call:
                 )
             sizes[path] = jnp.shape(leaf)[0]
         if not sizes:
-            raise ArgumentError(f"the batch (argument {self.roles.batch_argnums}) has no arrays.")
+            raise ArgumentError(
+                f"the batch, which batch_argnums={self.request.batch_argnums} names, has no arrays."
+            )
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
             raise ArgumentError(
@@ -358,7 +366,7 @@ class Call:
         batch, keys = example[: len(self.batch)], example[len(self.batch) :]
         if self.request.keep_batch_dim:
             batch = [x[None] for x in batch]
-        with constraints_explained(self.devices):
+        with saying_what_was_given(batch, self.request), constraints_explained(self.devices):
             out = self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
         if self.request.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ArgumentError(f"with has_aux the loss must return (loss, aux), not {kind(out)}.")

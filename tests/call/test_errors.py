@@ -63,6 +63,24 @@ def test_error_of_the_loss_itself_is_not_hidden():
         call(broken)
 
 
+@pytest.mark.parametrize(
+    ("fun", "keep_batch_dim", "words"),
+    [
+        (lambda w, x: jnp.dot(w, x), True, ["a batch of one", "(1, 2)", "write keep_batch_dim=False"]),
+        (
+            lambda w, x: jnp.mean(x[:, 0]),
+            False,
+            ["one example", "(2,)", "leave out keep_batch_dim=False"],
+        ),
+    ],
+)
+def test_error_of_the_loss_has_a_note_of_what_it_was_given(fun, keep_batch_dim, words):
+    with pytest.raises((TypeError, IndexError)) as caught:
+        call(fun, keep_batch_dim=keep_batch_dim)
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("pergrad"))
+    assert all(word in note for word in words)
+
+
 # Parameters.
 
 
@@ -92,9 +110,17 @@ def test_parameter_of_the_second_argument_is_named():
         call(args=(jnp.arange(2), X))
 
 
+def test_module_of_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    for place in (model, {"model": model}):
+        with refused(pg.ArgumentError, "args[0]", "argnums", "running statistics", "import pergrad.nnx"):
+            call(lambda model, x: jnp.mean(x), (place, X))
+
+
 @pytest.mark.parametrize("params", [{}, None, [], {"a": None}])
 def test_no_parameters(params):
-    with refused(pg.ArgumentError, "no parameters to differentiate"):
+    with refused(pg.ArgumentError, "argnums=0", "parameters to differentiate"):
         call(args=(params, X))
 
 
@@ -119,7 +145,7 @@ def test_empty_batch():
     with refused(pg.ArgumentError, "batch is empty", "length 0"):
         call(args=(W, X[:0]))
     for nothing in ({}, None, []):
-        with refused(pg.ArgumentError, "the batch", "no arrays"):
+        with refused(pg.ArgumentError, "the batch, which batch_argnums=1 names", "no arrays"):
             call(args=(W, nothing))
 
 
