@@ -16,6 +16,7 @@ from pergrad._cut.hoist.leaving import can_leave
 from pergrad._cut.steps import is_zero
 from pergrad._cut.tail import Tail
 from pergrad._ir import (
+    Env,
     dependents,
     distinct,
     evaluate,
@@ -77,9 +78,8 @@ def leave_branches(
             env = starting_env(branches[number], operands)
             evaluate(branches[number].jaxpr.eqns, env)
             factors = [
-                [read(env, v) if n == number else _full(v, 0) for v in tail.factors]
+                [[env[v] if n == number else _full(v, 0) for v in tail.factors] for tail in own]
                 for n, own in enumerate(tails)
-                for tail in own
             ]
             return [read(env, branches[number].jaxpr.outvars[k]) for k in kept], factors
 
@@ -91,12 +91,14 @@ def leave_branches(
             values, factors = take_by_example(index, runs, operands)
         else:
             values, factors = take_branch(eqn, index, runs, operands)
-        constants = _constants(eqn, branches, tails, varies, ins)
+        envs = _constants(eqn, branches, tails, varies, ins)
         out = dict(zip(kept, values, strict=True))
         out |= {k: _full(eqn.outvars[k], 0) for k in gone}
-        for tail, *inputs in zip(itertools.chain(*tails), factors, constants, strict=True):
-            grads = tail.gradients(*inputs)
-            out |= {k: out[k] + g.astype(out[k].dtype) for k, g in zip(tail.params, grads, strict=True)}
+        for own, env, factors_of_own in zip(tails, envs, factors, strict=True):
+            for tail, xs in zip(own, factors_of_own, strict=True):
+                grads = tail.gradients(xs, [env[v] for v in tail.constants])
+                made = zip(tail.params, grads, strict=True)
+                out |= {k: out[k] + g.astype(out[k].dtype) for k, g in made}
     return [out[k] for k in results]
 
 
@@ -106,8 +108,8 @@ def _constants(
     tails: Sequence[Sequence[Tail]],
     varies: Sequence[bool],
     ins: Sequence[Any],
-) -> list[list[Any]]:
-    """The values of the constants of all tails of all branches.
+) -> list[Env]:
+    """For each branch, the values of the constants of its tails.
 
     If a branch is not taken, the factors of its tails are zeros, but the constants may be anything, such
     as W / sigma with sigma = 0, and zero times infinity is NaN. So the constants that depend on the
@@ -137,15 +139,14 @@ def _constants(
     if any(guarded):
         still = [x for x, v in zip(operands, varies, strict=True) if not v]
         made = take_branch(eqn, index, [run(number) for number in range(len(branches))], still)
-    constants = []
-    for program, own, names, values in zip(branches, tails, guarded, made, strict=True):
+    envs = []
+    for program, names, values in zip(branches, guarded, made, strict=True):
         env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
         evaluate_independent(
             program.jaxpr.eqns, env, dependents(program.jaxpr.eqns, program.jaxpr.invars)
         )
-        env |= zip(names, values, strict=True)
-        constants += [[env[v] for v in tail.constants] for tail in own]
-    return constants
+        envs.append(env | dict(zip(names, values, strict=True)))
+    return envs
 
 
 def _constants_from_inputs(branch: ClosedJaxpr, tail: Tail) -> list[Var]:
