@@ -11,12 +11,14 @@ the positions of all examples one behind the other and sorted by group again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from pergrad._compat import JaxprEqn, Var, aval
 from pergrad._cut.terms._term import Term
@@ -103,14 +105,31 @@ class Ragged(Term):
 
     def _product(self, x: Any, d: Any, sizes: Any, dtype: Any) -> jax.Array:
         """The gradient [groups, a, b], from x [T, a] and d [T, b]."""
-        return lax.ragged_dot_general(
-            x,
-            d,
-            sizes,
-            lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ()),
+        numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+        product = functools.partial(
+            lax.ragged_dot_general,
+            ragged_dot_dimension_numbers=numbers,
             precision=self.eqn.params["precision"],
             preferred_element_type=dtype,
         )
+        return _mappable(product)(x, d, sizes)
+
+
+def _mappable(product: Callable[..., Any]) -> Callable[..., Any]:
+    """`product` as a function that can be mapped over some of its operands. JAX maps over all or none.
+
+    For example, the sizes of the groups are the same for all examples if every expert takes as many
+    tokens as it has places.
+    """
+    mapped = custom_vmap(product)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: Sequence[bool], *operands: Any) -> Any:
+        pairs = zip(operands, batched, strict=True)
+        in_front = [with_example_axis(a, has_axis, size) for a, has_axis in pairs]
+        return jax.vmap(product)(*in_front), True
+
+    return mapped
 
 
 def _groups(sizes: jax.Array, positions: int) -> jax.Array:
