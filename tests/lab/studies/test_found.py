@@ -76,6 +76,7 @@ DRAWN_ELSEWHERE = (
     "| step |",
     "| group | ",
     "| layer | ",
+    "| method | times the best rate |",
     "| part of the run |",
     "| rule | shown |",
     "| batch size | square",
