@@ -114,7 +114,7 @@ dist: $(DIST)/installed ## build sdist and wheel, look into them, and try them i
 	$(DIST)/bin/python -m build --outdir dist
 	$(DIST)/bin/python tests/support/dist.py dist $(DIST_PYTHONS)
 
-constraints: $(VENV)/installed ## write the versions of all packages of `make test` to constraints.txt
+constraints: $(VENV)/bench ## write the versions of all packages that the tests use to constraints.txt
 	$(VENV)/bin/python tests/support/constraints.py > constraints.tmp
 	mv constraints.tmp constraints.txt
 

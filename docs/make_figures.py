@@ -1,5 +1,8 @@
 """Draws the figures of the pages again: `make docs-figures`.
 
+    python -m docs.make_figures [TUTORIAL ...]
+
+With the names of tutorials, such as `equinox`, it draws the figures of these tutorials alone.
 Each tutorial draws its own figure, into the directory that it runs in. The tests run the same code in a
 directory of their own. The figures in docs/studies/tables are tables of docs/studies.md: such a figure
 stands right below its table, and has all of its numbers.
@@ -8,6 +11,7 @@ stands right below its table, and has all of its numbers.
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,13 +44,14 @@ def tables() -> Iterator[tuple[Path, report.Figure]]:
         yield STUDIES.parent / file, panels.of_table(table, title, "", **options)
 
 
-def main() -> None:
-    for path, figure in tables():
+def main(*names: str) -> None:
+    for path, figure in () if names else tables():
         path.parent.mkdir(exist_ok=True)
         png, _ = sheet.render(figure.title, figure.draw)
         path.write_bytes(png)
         print(f"{STUDIES.name}: {path.name}")
-    for page in sorted((pages.ROOT / "docs" / "tutorials").glob("*.md")):
+    tutorials = {page.stem: page for page in sorted((pages.ROOT / "docs" / "tutorials").glob("*.md"))}
+    for page in (tutorials[name] for name in names or tutorials):
         figures = pages.figures(page)
         if not figures:
             continue
@@ -59,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -62,6 +62,9 @@ def test_constraints_pin_what_the_tests_install():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {plain(line.partition("==")[0]) for line in lines if "==" in line}
     extras = PROJECT["optional-dependencies"]
-    asked = [*PROJECT["dependencies"], *extras["dev"], *extras["lab"], *extras["examples"]]
+    asked = [
+        *PROJECT["dependencies"],
+        *(x for name in ("dev", "lab", "examples", "bench") for x in extras[name]),
+    ]
     names = {plain(re.match(r"[\w.-]+", requirement)[0]) for requirement in asked} - {"pergrad"}
     assert names <= pinned, f"run make constraints: {names - pinned}"

@@ -13,7 +13,8 @@ def main() -> None:
     for name in ("pergrad", "pip", "setuptools"):
         found.pop(name, None)
     version = ".".join(platform.python_version_tuple()[:2])
-    print(f"# What `make test` ran with: Python {version}, {platform.system()} {platform.machine()}.")
+    machine = f"{platform.system()} {platform.machine()}"
+    print(f"# What the tests ran with, with the extra bench: Python {version}, {machine}.")
     print("# `make constraints` writes this file. To have the same packages:")
     print("#     pip install -c constraints.txt -e '.[dev]'")
     for name in sorted(found):

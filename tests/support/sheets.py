@@ -6,7 +6,8 @@ arrow stands at the edge. No label leaves the sheet, and none covers another.
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Sheet
 from matplotlib.text import Text
 
+from pergrad.lab.pages import report
 from pergrad.lab.pages import sheet as sheets
 
 ARROWS = {"^", "v", "<", ">"}
@@ -58,6 +60,26 @@ def check(sheet: Sheet, title: str = "") -> None:
         if _leaves(ax):
             assert "cut at the edge" in words or arrows(ax), f"{title}: an interval is cut silently"
     _check_labels(sheet, title)
+
+
+def unwritten(sections: Sequence[report.Section]) -> list[str]:
+    """The cells of the tables' columns of numbers that stand in no figure of the sections."""
+    words = ""
+    for figure in (figure for section in sections for figure in section.figures):
+        sheet = Sheet(layout="constrained")
+        figure.draw(sheet)
+        sheet.draw_without_rendering()
+        words += " ".join(" ".join(text.get_text() for text in _texts(sheet)).split()) + "\n"
+    return [
+        f"{table.title}, {name}: {cell}"
+        for section in sections
+        for table in section.tables
+        for name, has, column in zip(
+            table.header, report.of_numbers(table), zip(*table.rows, strict=True), strict=True
+        )
+        for cell in column
+        if has and not re.search(rf"(?<![\w.]){re.escape(cell)}(?![\w.])", words)
+    ]
 
 
 def _points(line: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from pergrad.lab import config as configs
 from pergrad.lab.compare import decide, sweep
 from pergrad.lab.config import OptimizerName, Train
 from pergrad.lab.errors import LabError
-from pergrad.lab.pages import figures, report
+from pergrad.lab.pages import figures, panels, report
 from pergrad.lab.pages.findings import Curve, curve
 from pergrad.lab.run import found, records
 
@@ -176,21 +176,20 @@ def _losses(methods: Methods) -> report.Section:
         ]
         for name, own in methods.items()
     ]
-    drawn = report.Figure(
+    header = ["method", "runs done", "final loss (nats)", "examples in a run"]
+    table = report.Table("Methods", header, rows)
+    drawn = panels.of_table(
+        table,
         "Final loss of each method",
-        "The loss at the end of training, over the runs that are done; lower is better.",
-        lambda fig: figures.bars_with_intervals(fig, estimates, names=list(methods)),
+        "How many runs are done, the loss at the end of their training (lower is better), and how many "
+        "examples a run takes.",
     )
     return report.Section(
         "Final losses",
         "The losses are those on the test half of the validation data, of the runs that are done. One "
         f"method ends below another if its loss is lower. {said}",
         figures=[drawn] if estimates else [],
-        tables=[
-            report.Table(
-                "Methods", ["method", "runs done", "final loss (nats)", "examples in a run"], rows
-            )
-        ],
+        tables=[table],
         verdicts=verdicts,
     )
 
@@ -336,28 +335,19 @@ def _listed(methods: Methods) -> report.Section:
         for run in own:
             loss = None if run.result is None else run.result["test_loss"]
             steps = f"{len(run.rows)} of {run.config.steps}"
-            shown = "-" if loss is None else f"{loss:.4g}"
+            shown = f"{loss:.4g}" if loss is not None else "diverged" if run.result else "-"
             rows.append([name, str(run.config.seed), steps, _state(run), shown, str(run.path)])
     header = ["method", "seed", "steps", "state", "final loss (nats)", "directory"]
     text = "Every run, how far it has come, and where its files are."
-    ends = {
-        f"{name}, seed {seed}": (name, loss)
-        for name, own in methods.items()
-        for seed, loss in _final(own).items()
-    }
-    drawn = report.Figure(
-        "Final loss of each run",
-        "The loss at the end of training, of the runs that are done; lower is better.",
-        lambda fig: figures.bars_with_intervals(
-            fig,
-            {run: decide.estimate([loss]) for run, (_, loss) in ends.items()},
-            xlabel="final loss (nats)",
-            names=list(methods),
-            kind=lambda run: ends[run][0] if run in ends else run,
-        ),
-    )
     table = report.Table("All runs", header, rows)
-    return report.Section("Runs", text, figures=[drawn] if ends else [], tables=[table])
+    drawn = panels.of_table(
+        table,
+        "Final loss of each run",
+        "How many steps each run has done, and the loss at the end of training (lower is better).",
+        names=2,
+    )
+    is_done = any(run.result is not None for own in methods.values() for run in own)
+    return report.Section("Runs", text, figures=[drawn] if is_done else [], tables=[table])
 
 
 def _state(run: Found) -> str:

@@ -30,7 +30,7 @@ from pergrad.lab.bench import compilers, price, target, tasks
 from pergrad.lab.compare import decide
 from pergrad.lab.config import KindName, Train
 from pergrad.lab.files import to_json
-from pergrad.lab.pages import report
+from pergrad.lab.pages import panels, report
 from pergrad.lab.run import images, records, train
 from pergrad.lab.studies import _points
 from pergrad.lab.studies._points import CNN, LSTM, NAMES, TARGET, TRANSFORMER, Point
@@ -317,16 +317,25 @@ def _compiled(points: Sequence[Point]) -> report.Section:
     rows = []
     for point in points:
         floor = point.judged[tasks.FLOOR]
-        cells = [
-            f"{own.seconds / floor.seconds:.2f} ({_quotient(own.temp_bytes, floor.temp_bytes)})"
-            for own in (point.judged[name] for name in NAMES)
-        ]
-        rows.append([point.model, str(point.width), str(point.length), *cells])
-    table = report.Table(title, ["model", "D", "T", *NAMES], rows)
+        own = [point.judged[name] for name in NAMES]
+        times = [f"{judged.seconds / floor.seconds:.2f}" for judged in own]
+        memories = [_quotient(judged.temp_bytes, floor.temp_bytes) for judged in own]
+        rows.append([point.model, str(point.width), str(point.length), *times, *memories])
+    quantities = [f"{what}, {name}" for what in ("time x", "memory x") for name in NAMES]
+    table = report.Table(title, ["model", "D", "T", *quantities], rows)
     return report.Section(
         title,
-        "The time that the compiler estimates, and in brackets the temporary memory that it sets aside, "
-        "as multiples of jax.grad's. Both are in float32, as on the CPU.",
+        "The time that the compiler estimates, and the temporary memory that it sets aside, as "
+        "multiples of jax.grad's. Both are in float32, as on the CPU.",
+        figures=[
+            panels.of_table(
+                table,
+                "Time and temporary memory on the TPU, as multiples of jax.grad",
+                "Mean and second moment, as the compiler estimates them.",
+                names=3,
+                alike=True,
+            )
+        ],
         tables=[table],
     )
 

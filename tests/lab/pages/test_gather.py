@@ -165,6 +165,8 @@ def test_figures_of_many_different_runs(tmp_path):
         gather.write([tmp_path / "runs"], tmp_path / "page", command="")
     titles = ["Final loss of each method", "Training loss", "Gradient norm", "Final loss of each run"]
     assert drawn == titles
+    found = methods(tmp_path / "runs")
+    assert not sheets.unwritten(gather.page(found, command="").sections)
 
 
 def test_other_data_is_another_method_and_not_compared(tmp_path):

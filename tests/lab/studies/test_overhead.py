@@ -124,8 +124,9 @@ def test_two_rounds_show_nothing():
 def test_a_program_without_temporary_memory_on_the_chip():
     judged = {name: _points.Judged(2.0, 0.0) for name in (tasks.FLOOR, *_points.NAMES)}
     point = dataclasses.replace(a_point(8, 1.0), judged=judged)
-    (table,) = overhead._compiled([point]).tables
-    assert table.rows == [["transformer", "32", "8", "1.00 (-)", "1.00 (-)"]]
+    section = overhead._compiled([point])
+    assert section.tables[0].rows == [["transformer", "32", "8", "1.00", "1.00", "-", "-"]]
+    assert not sheets.unwritten([section])
 
 
 @pytest.mark.parametrize(
