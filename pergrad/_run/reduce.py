@@ -125,10 +125,10 @@ class Reduction:
     def _seen_by(self, choice: Choice) -> Examples:
         """The units that the strategy of a choice sees.
 
-        What is read of each example does not depend on weights: an example of weight 0 has its own value,
-        although its contributions are no units. If the backward pass started from the weight w of an
-        example, a sum of gradients uses factors and constants as they are. For any other statistic those
-        that depend on the cotangent are divided by w.
+        What is read of each example does not depend on weights: an example of weight 0 has its own
+        value, although its contributions are no units. If the backward pass started from the weight w of
+        an example, a sum of gradients uses factors and constants as they are. For any other statistic
+        those that depend on the cotangent are divided by w.
         """
         if not self.weighed:
             if any(statistic.accumulates for statistic in choice.statistics):
