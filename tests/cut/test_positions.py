@@ -240,8 +240,9 @@ def test_beside_clipping_and_other_units():
         close(np.mean(np.square(token)), squares)
 
 
-def test_padding_may_be_anything():
-    m = ALL["dense_bias_and_scale"]()
+@pytest.mark.parametrize("name", ["dense_bias_and_scale", "convolution_1d"])
+def test_padding_may_be_anything(name):
+    m = ALL[name]()
     bad = {key: x.at[TOKEN_WEIGHTS == 0].set(jnp.nan) for key, x in m.batch.items()}
     result = pg.grad_stats(m.loss, pg.Norm(per="token"))(m.params, bad, example_weights=TOKEN_WEIGHTS)
     expected = pg.grad_stats(m.loss, pg.Norm(per="token"))(m.params, m.batch)
