@@ -36,6 +36,7 @@ from pergrad._call.call import Call
 from pergrad._call.mesh import devices_of, explicit_axes, find_mesh, shards_of, spec_of_shard
 from pergrad._call.request import Request
 from pergrad._call.varying import run_varying, varying_axes
+from pergrad._errors import ArgumentError
 from pergrad._ir import without_axes
 from pergrad._plan import Plan
 from pergrad._run import Given
@@ -54,11 +55,18 @@ def run(
     call = Call(request, args, kwargs)
     weights, given = call.checked(example_weights, direction, max_norm)
     with _compat.newer_jax_explained():
+        axes = varying_axes(call, weights, given)
+        if request.axes and axes:
+            # The results of a `shard_map` inside would vary along these axes, and JAX would not know it.
+            raise ArgumentError(
+                f"spmd_axis_name={request.axes!r} is inside of a shard_map that checks along which axes "
+                f"arrays vary, and the arguments vary along {', '.join(map(repr, sorted(axes)))}. Pass "
+                "check_vma=False to this shard_map, or leave it out and name all axes of the batch in "
+                "spmd_axis_name."
+            )
         if request.axes:
             return _Spread(call).run(weights, given)
-        if axes := varying_axes(call, weights, given):
-            return run_varying(call, weights, given, axes)
-        return call.run(weights, given)
+        return run_varying(call, weights, given, axes) if axes else call.run(weights, given)
 
 
 def plan(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
+from jax.extend.core import primitives as p
+
 from pergrad import _compat
-from pergrad._compat import Atom, JaxprEqn, Literal, Var
+from pergrad._compat import Atom, Jaxpr, JaxprEqn, Literal, Var
 from pergrad._ir.equations import Env, evaluate, programs, read
 from pergrad._ir.loop import Loop
 from pergrad._ir.primitives import ONE_TO_ONE, Is, those_that_are
@@ -57,7 +59,11 @@ RUNNING_BRANCHES = those_that_are(Is.RUNS_BRANCHES)
 
 
 def takes_branches_by(eqns: Sequence[JaxprEqn], sources: Iterable[Var]) -> bool:
-    """Whether a conditional takes its branch by one of the variables `sources`, also inside of loops."""
+    """Whether a conditional takes its branch by one of the variables `sources`, also inside of loops.
+
+    In programs that other equations run, such as a `while` loop or a function with a derivative of its
+    own, every conditional is assumed to.
+    """
     reached = dependents(eqns, sources)
     for eqn in eqns:
         depends = [is_in(v, reached) for v in eqn.invars]
@@ -71,7 +77,14 @@ def takes_branches_by(eqns: Sequence[JaxprEqn], sources: Iterable[Var]) -> bool:
                 own = itertools.compress(program.invars, depends[before:])
                 if any(depends[:before]) or takes_branches_by(program.eqns, own):
                     return True
+        elif any(depends) and any(map(_has_branches, programs(eqn))):
+            return True
     return False
+
+
+def _has_branches(jaxpr: Jaxpr) -> bool:
+    """Whether there is a conditional in a program, or in one that it runs."""
+    return any(eqn.primitive is p.cond_p or any(map(_has_branches, programs(eqn))) for eqn in jaxpr.eqns)
 
 
 def _results_of(eqn: JaxprEqn, chosen: Iterable[bool]) -> set[Var]:

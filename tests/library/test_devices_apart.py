@@ -122,6 +122,38 @@ def loss_with(function, p, batch):
 ROUNDS = {"x": normal(5, 4, 8), "rounds": jnp.arange(4)}
 
 
+def turned(x, flag):
+    return lax.cond(flag % 2 > 0, lambda: jnp.tanh(jnp.roll(x, 1)), lambda: x)
+
+
+@jax.custom_vjp
+def turned_with_own_rule(x, flag):
+    return turned(x, flag)
+
+
+turned_with_own_rule.defvjp(lambda x, flag: (turned(x, flag), None), lambda _, ct: (ct, None))
+
+
+def turned_in_a_solver(x, flag):
+    return lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, b: turned(b, flag) / 2)
+
+
+def turned_in_a_while(x, flag):
+    def one_round(state):
+        return turned(state[0], flag + state[1]), state[1] + 1
+
+    return lax.while_loop(lambda state: state[1] < 2, one_round, (x, 0))[0]
+
+
+@pytest.mark.parametrize("function", [turned_with_own_rule, turned_in_a_solver, turned_in_a_while])
+def test_branches_inside_of_calls(function):
+    """One example at a time does not take its own branch there, either."""
+    loss, stats = functools.partial(loss_with, function), {"variance": pg.Variance(), "norm": pg.Norm()}
+    out = stats_on("tensor", loss, stats, params(), ROUNDS, microbatch_size=1)
+    _, _, g = oracle.per_example(loss, (params(), ROUNDS))
+    close(out, {"variance": oracle.variance(g), "norm": oracle.norm(g)}, rtol=1e-9)
+
+
 def test_rounds_of_a_function_with_its_own_derivative():
     loss, stats = functools.partial(loss_with, with_own_derivative), [pg.Variance(), pg.Norm()]
     out = stats_on("tensor", loss, stats, params(), ROUNDS)

@@ -227,6 +227,7 @@ def test_a_process_that_is_lost(tmp_path, lost, sent, words):
             ],
             ["at least 1 second"],
         ),
+        (["--fsdp"], ["--fsdp", "--mesh"]),
         (["--mesh", "data=4096"], ["4096 devices", "xla_force_host_platform_device_count=4096"]),
         (["--mesh", "batch=4"], ["data=2,model=2", "'batch=4'"]),
         (["--mesh", "data=2,data=2"], ["'data=2,data=2'"]),

@@ -84,6 +84,21 @@ def test_beside_automatic_axes():
     close(out, jax.jit(pg.grad_stats(loss, REDUCED))(params(), batch()))
 
 
+def test_around_a_call_that_spreads_its_examples():
+    """One axis is the user's own, and the call divides its examples along another one."""
+    stats = FEW | {"count": pg.Count()}
+
+    def on_each(p, b):
+        return pg.all_combine(stats, pg.grad_stats(loss, stats, spmd_axis_name="data")(p, b), "pod")
+
+    specs = {"in_specs": (P(), P("pod")), "out_specs": P(), "axis_names": {"pod"}}
+    with jax.set_mesh(mesh_of(pod=2, data=4)):
+        out = jax.jit(jax.shard_map(on_each, **specs, check_vma=False))(params(), batch())
+        with refused(pg.ArgumentError, "('data',)", "vary along 'pod'", "check_vma=False"):
+            jax.eval_shape(jax.shard_map(on_each, **specs), params(), batch())
+    close(out, jax.jit(pg.grad_stats(loss, stats))(params(), batch()))
+
+
 def test_parameters_of_each_device():
     """An ensemble: every device has its own parameters, and all examples."""
     members = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params())

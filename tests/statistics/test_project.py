@@ -113,6 +113,15 @@ def test_weights_change_nothing():
         close(found[w > 0], projected(grads(loss, p, b), 4, 0)[w > 0])
 
 
+@pytest.mark.parametrize("strategy", ["projected", "auto"])
+def test_an_example_of_weight_0_has_its_own_projection(strategy):
+    p, b = many_params(), many_batch()
+    stats = {"p": pg.Project(5, 3), "mean": pg.Mean(), "token": pg.Mean(jnp.square, per="token")}
+    stats_fn = jax.jit(pg.grad_stats(many_loss, stats, strategy=strategy))
+    found = stats_fn(p, b, example_weights=np.array([1, 0, 2.5, 3, 0]))["p"]
+    close(found, projected(grads(many_loss, p, b), 5, 3), atol=1e-11)
+
+
 def test_several_arguments_have_their_own_paths():
     def two(a, b, batch):
         return loss({**a, **b}, batch)

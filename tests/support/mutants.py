@@ -486,11 +486,25 @@ MUTANTS = (
         ("tests/library/test_sharded_parameters.py", "-k", "exchanged_in_pieces"),
     ),
     Mutant(
+        "values of examples of weight 0",
+        "pergrad/_run/reduce.py",
+        "if any(statistic.accumulates for statistic in choice.statistics):",
+        "if True:",
+        ("tests/statistics/test_project.py", "-k", "weight_0"),
+    ),
+    Mutant(
         "branches on teams of devices",
         "pergrad/_run/microbatches.py",
         "return not (devices.are_teams and takes_branches_by(program.jaxpr.eqns, program.example))",
         "return True",
         ("tests/library/test_devices_apart.py", "-k", "branches"),
+    ),
+    Mutant(
+        "branches inside of calls on teams of devices",
+        "pergrad/_ir/dependence.py",
+        "elif any(depends) and any(map(_has_branches, programs(eqn))):",
+        "elif False:",
+        ("tests/library/test_devices_apart.py", "-k", "branches_inside"),
     ),
     Mutant(
         "rounds on teams of devices",
