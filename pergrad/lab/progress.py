@@ -113,8 +113,8 @@ class RunsBar:
     """Shows how many runs are done, the last of them, the speed of all processes, and the time left.
 
     `told` is a `sweep.Told`. Only runs that end while the bar watches count for the speed and the time
-    left; a run that went on from a checkpoint counts as a whole one. In a narrow terminal the name of the
-    run is cut, and no number is. Without a terminal each run is a line.
+    left; a run that went on from a checkpoint counts as a whole one. In a narrow terminal the name of
+    the run is cut, and no number is. Without a terminal each run is a line.
     """
 
     def __init__(self, console: Console) -> None:
