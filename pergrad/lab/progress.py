@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.status import Status
+from rich.table import Column
 from rich.text import Text
 
 from pergrad.lab.config import Train
@@ -112,8 +113,8 @@ class RunsBar:
     """Shows how many runs are done, the last of them, the speed of all processes, and the time left.
 
     `told` is a `sweep.Told`. Only runs that end while the bar watches count for the speed and the time
-    left; a run that went on from a checkpoint counts as a whole one. Without a terminal each run is a
-    line.
+    left; a run that went on from a checkpoint counts as a whole one. In a narrow terminal the name of
+    the run is cut, and no number is. Without a terminal each run is a line.
     """
 
     def __init__(self, console: Console) -> None:
@@ -121,18 +122,21 @@ class RunsBar:
         self._watched = 0
         self._work: Counter[str] = Counter()
         self._progress = Progress(
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=8, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            _Name(),
+            TextColumn("{task.fields[loss]}", markup=False),
             TextColumn("{task.fields[speed]}", style="cyan"),
-            _TimeLeft(),
+            _TimeLeft(table_column=Column(no_wrap=True)),
             console=console,
             disable=not console.is_interactive,
         )
 
     def __enter__(self) -> RunsBar:
         self._began = time.monotonic()
-        self._task = self._progress.add_task("no run is done yet", total=None, speed="", end=None)
+        self._task = self._progress.add_task(
+            "no run is done yet", total=None, loss="", speed="", end=None
+        )
         self._progress.start()
         return self
 
@@ -147,18 +151,25 @@ class RunsBar:
         seconds = max(now - self._began, 1e-9)
         loss = "diverged" if result["diverged"] else f"loss {result['tune_loss']:.3f}"
         method = f"{config.optimizer} at {config.learning_rate:g}, batch {config.batch_size}"
-        run = f"{method}, seed {config.seed}: {loss}"
+        run = f"{method}, seed {config.seed}"
         speed = ", ".join(f"{n / seconds:,.0f} {unit}/s" for unit, n in self._work.items())
         if self._progress.disable:
-            self.console.print(f"{done} of {of}: {run} ({speed})", soft_wrap=True)
+            self.console.print(f"{done} of {of}: {run}: {loss} ({speed})", soft_wrap=True)
         end = now + (of - done) * seconds / self._watched
         self._progress.update(
-            self._task, completed=done, total=of, description=run, speed=speed, end=end
+            self._task, completed=done, total=of, description=run, loss=loss, speed=speed, end=end
         )
 
     def say(self, line: str) -> None:
         """A line about work that is not a run, above the bar."""
         self._progress.console.print(Text(line), soft_wrap=True)
+
+
+class _Name(ProgressColumn):
+    """The description, in one line: the only column that gives way where there is too little room."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
 class _TimeLeft(ProgressColumn):

@@ -1,22 +1,22 @@
 """Optimizers that the study `rivals` compares with. They are not part of the library.
 
 All three have Adam's momentum m, an average of the mean gradients gbar, and differ in what they do with
-the noise that the examples show. mu2 and sigma2 are the estimates of a coordinate's squared mean and
+the noise that the examples show. Two of them cap their updates, at 1 in each coordinate, since what they
+divide by may be near 0. mu2 and sigma2 are the estimates of a coordinate's squared mean and
 variance (`pergrad.optim`), B is the number of examples, and EMA is a moving average.
 
     share_adam      nu = EMA[mu2 + s sigma2 / B], where s, from 0 to 1, is the part of |gbar|^2 that is
                     noise, of each layer by itself. A layer that is all noise is divided by what Adam
-                    divides by, and one that is all signal by mu^2. No coordinate of the update is
-                    larger than 1, since nu may be near 0.
+                    divides by, and one that is all signal by mu^2. Capped.
     shrunk_adam     The momentum is multiplied by m^2 / (m^2 + Var[m]), which is small where noise could
                     have made it. Gradients with the variance sigma^2 / B give it the variance
                     (1 - b1) / (1 + b1) sigma^2 / B. It is divided by what Adam divides by.
-    corrected_adam  The batch is cut into K groups, and nu = EMA[q], where q is the mean of the groups'
-                    squared gradients. The inverse root of an estimate is too large on average: to the
-                    second order, E[nu^(-1/2)] is (1 + 3/8 Var[nu] / nu^2) times that of E[nu]. The
-                    groups tell Var[nu], and this is taken off (the idea is that of arXiv 2605.20756,
-                    which also takes gradient and divisor from different groups; here both are from the
-                    whole batch).
+    corrected_adam  Adam without two biases (arXiv 2605.20756). The batch is cut into K groups. No group
+                    is divided by its own gradient: with g_r the gradient of group r, m_r the momentum
+                    that has g_r in place of gbar, and p_r the root of nu with the square of the others'
+                    mean, (K gbar - g_r) / (K - 1), in place of gbar^2, the update is the mean of
+                    m_r / p_r. And 1 / p is too large on average, by Var[p] / p^3 to the second order.
+                    The spread of the p_r tells Var[p] (the jackknife), and this is taken off. Capped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class State(NamedTuple):
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Tree
     nu: Tree
-    noise: Tree
+    noise: Tree  # None if it is not averaged
 
 
 def share_adam(b1: float, b2: float, eps: float) -> optim.StatsTransformation:
@@ -81,25 +81,34 @@ def corrected_adam(b1: float, b2: float, eps: float, batch_size: int) -> optim.S
             f"corrected_adam cuts a batch into {GROUPS} groups, and {batch_size} examples cannot be: "
             f"choose a --batch-size that {GROUPS} divides."
         )
-    per = batch_size // GROUPS
-    needed = {
-        "mean": pg.Mean(),
-        "second_moment": pg.Mean(pg.power(2), per=per),
-        "fourth_moment": pg.Mean(pg.power(4), per=per),
-        "count": pg.Count(),
-    }
 
-    def estimate(at: dict[str, jax.Array], B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        del B
-        q = at["second_moment"]
-        return q, jnp.maximum(at["fourth_moment"] - q**2, 0) / (GROUPS - 1)
+    def init(params: Tree) -> State:
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return State(jnp.zeros([], jnp.int32), mu, nu, None)
 
-    def update(m: jax.Array, nu: jax.Array, noise: jax.Array) -> jax.Array:
-        of_nu = (1 - b2) / (1 + b2) * noise
-        kept = 1 - 3 / 8 * of_nu / jnp.maximum(nu**2, 1e-30)
-        return jnp.maximum(kept, 0) * m / (jnp.sqrt(nu) + eps)
+    def direction(m: jax.Array, v: jax.Array, gs: jax.Array, count: jax.Array) -> jax.Array:
+        """From the averages before this step, and the examples' gradients in it."""
+        of_groups = jnp.mean(gs.reshape(GROUPS, -1, *gs.shape[1:]), 1)
+        of_others = (jnp.sum(of_groups, 0, keepdims=True) - of_groups) / (GROUPS - 1)
+        m_r = (b1 * m[None] + (1 - b1) * of_groups) / (1 - b1**count)
+        p_r = jnp.sqrt((b2 * v[None] + (1 - b2) * of_others**2) / (1 - b2**count)) + eps
+        variance = (GROUPS - 1) * jnp.var(p_r, 0, keepdims=True)
+        kept = jnp.maximum(1 - variance / jnp.maximum(p_r**2, 1e-30), 0)
+        return jnp.clip(jnp.mean(kept * m_r / p_r, 0), -1, 1)
 
-    return _averaging(needed, estimate, update, b1, b2)
+    def update(
+        updates: Tree, state: State, params: Tree | None = None, *, stats: Any, **extra: Any
+    ) -> tuple[Tree, State]:
+        del params, extra
+        count = state.count + 1
+        out = jax.tree.map(
+            lambda m, v, gs: -direction(m, v, gs, count), state.mu, state.nu, stats["gradients"]
+        )
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment(updates, state.nu, b2, 2)
+        return out, State(count, mu, nu, None)
+
+    return optim.StatsTransformation(init, update, {"mean": pg.Mean(), "gradients": pg.Individual()})
 
 
 def _averaging(

@@ -23,8 +23,16 @@ class Preset:
     sign: sign.Preset
 
 
+# The learning rate stays after its rise: a noise scale also grows when the learning rate falls.
 PRESET = Preset(
-    Train(model=SMALL, steps=500, noise_every=10, validate_every=NEVER, checkpoint_every=NEVER),
+    Train(
+        model=SMALL,
+        steps=500,
+        schedule="constant",
+        noise_every=10,
+        validate_every=NEVER,
+        checkpoint_every=NEVER,
+    ),
     sign.PRESETS["demo"],
 )
 
@@ -34,8 +42,9 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
     measured = noise_of(records.read_metrics(records.directory(lab.runs, preset.base)))
     signs = sign.run(preset.sign, lab)
     return StudyResult(
-        f"One run of Adam, {preset.base.steps} steps of {preset.base.batch_size} examples, whose noise "
-        f"was measured every {preset.base.noise_every} steps. Then the study of signs: {signs.ran}",
+        f"One run of Adam, {preset.base.steps} steps of {preset.base.batch_size} examples, with a "
+        "learning rate that stays after its rise. Its noise was measured every "
+        f"{preset.base.noise_every} steps. Then the study of signs: {signs.ran}",
         [_noise(preset.base, measured), *signs.sections],
         [*measured, *signs.rows],
     )

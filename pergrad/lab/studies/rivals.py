@@ -32,7 +32,7 @@ ADAM, FLOORED = "Adam", "MSQ with a floor"
 CAPPED, LONGER, DECAYED = "Adam, capped", "Adam, b2 = 0.99", "AdamW"
 CAPPED_MSQ, STARTED = "MSQ, capped", "Adam from Mean(square)"
 SHARED, SHRUNK = "weight of sigma^2 by layer", "Adam, shrunk momentum"
-CORRECTED = "Adam of 8 groups, corrected inverse"
+CORRECTED = "Adam, corrected by 8 groups"
 OPTIONS: dict[str, dict[str, Any]] = {
     ADAM: {"optimizer": "adam"},
     FLOORED: {"optimizer": "micro_adam_msq", "floor": 1.0},
@@ -146,9 +146,10 @@ def run(preset: Preset, lab: Lab) -> StudyResult:
         f"{STARTED}: the average of squares starts at the mean of the examples' squares in the first "
         f"batch, in place of 0. {SHARED}: mu^2 with as much of Adam's sigma^2 / B as the layer's own "
         f"gradient is noise, capped. {SHRUNK}: where noise could have made the momentum, it is "
-        f"smaller. {CORRECTED}: the mean of the squares of eight groups, whose spread corrects its "
-        "inverse root (after arXiv 2605.20756). All tuned: the best of all combinations of "
-        f"b2 in {preset.b2}, weight decay in {preset.decays} and clipping at {preset.clips}.",
+        f"smaller. {CORRECTED}: each of eight groups is divided by what the others tell, "
+        "whose spread corrects the inverse (arXiv 2605.20756), capped. All tuned: the best of all "
+        f"combinations of b2 in {preset.b2}, weight decay in {preset.decays} and clipping at "
+        f"{preset.clips}.",
         [
             _where(preset, tuned),
             findings.at_best(at_home, lab.runs, beside(at_home)),

@@ -208,7 +208,7 @@ def test_a_bar_in_a_terminal(monkeypatch):
         assert "no run is done yet" in shown()
         now = 10.0
         bar.told(ADAM, result(2.5) | {"steps": 20}, 5, 8)
-        assert "5/8" in shown() and "adam at 0.01, batch 16, seed 0: loss 2.500" in shown()
+        assert "5/8 adam at 0.01, batch 16, seed 0 loss 2.500" in shown()
         assert "2,048 tokens/s" in shown() and "0:00:30 left" in shown()
         now = 20.0
         assert "0:00:20 left" in shown()
@@ -216,6 +216,23 @@ def test_a_bar_in_a_terminal(monkeypatch):
         assert "6/12" in shown() and "diverged" in shown()
         assert "1,024 tokens/s, 8 images/s" in shown() and "0:01:00 left" in shown()
     assert "5 of 8" not in file.getvalue()
+
+
+def test_a_bar_in_a_narrow_terminal(monkeypatch):
+    """It has one line, and the name of the run is cut there, but no number."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
+    with RunsBar(console) as bar:
+        now = 10.0
+        config = replace(ADAM, optimizer="micro_sign_sgd", learning_rate=0.0340158)
+        bar.told(config, result(2.5) | {"steps": 300}, 121, 276)
+        with console.capture() as capture:
+            console.print(bar._progress.get_renderable())
+    (line,) = (line for line in capture.get().splitlines() if "121/276" in line)
+    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip()
+    assert len(line) <= 80 and "121/276 micro_sign_sgd at 0.0" in line
+    assert line.endswith("… loss 2.500 30,720 tokens/s 0:25:50 left")
 
 
 # The page.

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pergrad as pg
 from pergrad.lab.config import Model, Train
 from pergrad.lab.errors import LabError
 from pergrad.lab.run import data, optimizers, rivals, train
@@ -15,16 +17,9 @@ B1, B2 = 0.9, 0.95
 G = np.array([[1.0, 2.0, -0.5], [3.0, -1.0, -0.5], [2.0, 0.5, 1.0], [0.0, 0.5, -2.0]] * 4)  # 16 examples
 
 
-def first_update(tx, groups: int = 16) -> np.ndarray:
-    """The first update, from the statistics of `G`, whose groups are neighbours."""
-    means = G.reshape(groups, -1, G.shape[1]).mean(1)
-    every = {
-        "mean": G.mean(0),
-        "variance": G.var(0, ddof=1),
-        "second_moment": (means**2).mean(0),
-        "fourth_moment": (means**4).mean(0),
-        "count": len(G),
-    }
+def first_update(tx) -> np.ndarray:
+    """The first update, from the statistics of `G`."""
+    every = {"mean": G.mean(0), "variance": G.var(0, ddof=1), "count": len(G)}
     stats = {name: jnp.asarray(every[name]) for name in tx.stats}
     out, state = tx.update(stats["mean"], tx.init(stats["mean"]), stats=stats)
     assert state.count == 1
@@ -48,17 +43,66 @@ def test_the_momentum_is_shrunk_by_its_noise():
     )
 
 
-def test_the_inverse_root_is_corrected():
-    squares = G.reshape(8, 2, 3).mean(1) ** 2
-    nu, variance = squares.mean(0), squares.var(0, ddof=1) / 8
-    kept = 1 - 3 / 8 * (1 - B2) / (1 + B2) * variance / nu**2
-    out = first_update(rivals.corrected_adam(B1, B2, 0.0, batch_size=16), groups=8)
-    np.testing.assert_allclose(out, -kept * G.mean(0) / np.sqrt(nu), rtol=1e-5)
-    with pytest.raises(LabError, match="cuts a batch into 8 groups, and 12 examples cannot be"):
-        rivals.corrected_adam(B1, B2, 0.0, batch_size=12)
+def averaged(values: list[np.ndarray], decay: float) -> np.ndarray:
+    """The moving average without the bias of its start: a mean with the weights decay^0, decay^1, ..."""
+    return np.average(values, axis=0, weights=decay ** np.arange(len(values))[::-1])
+
+
+def by_hand(name: str, layer: list[np.ndarray]) -> np.ndarray:
+    """A layer's update after some steps, from the examples' gradients [B, ...] of every step."""
+    B = len(layer[0])
+    means = [g.mean(0) for g in layer]
+    variances = [g.var(0, ddof=1) for g in layer]
+    m, eps = averaged(means, B1), 1e-8
+    if name == "share_adam":
+        noise = [min(1.0, v.sum() / B / (g**2).sum()) for g, v in zip(means, variances, strict=True)]
+        nows = [
+            g**2 - v / B + s * v / B for g, v, s in zip(means, variances, noise, strict=True)
+        ]  # mu2 + s sigma2 / B
+        return -np.clip(m / (np.sqrt(np.maximum(averaged(nows, B2), 0)) + eps), -1, 1)
+    if name == "shrunk_adam":
+        of_momentum = (1 - B1) / (1 + B1) * averaged(variances, B2) / B
+        nu = averaged([g**2 for g in means], B2)
+        return -(m**3) / (m**2 + of_momentum) / (np.sqrt(nu) + eps)
+    groups = np.split(np.arange(B), 8)
+    m_r = [averaged([*means[:-1], layer[-1][own].mean(0)], B1) for own in groups]
+    others = [np.delete(layer[-1], own, 0).mean(0) for own in groups]
+    squares = [g**2 for g in means[:-1]]
+    p = [np.sqrt(averaged([*squares, g**2], B2)) + eps for g in others]
+    variance = 7 / 8 * sum((one - np.mean(p, 0)) ** 2 for one in p)
+    each = [a / b * np.maximum(1 - variance / b**2, 0) for a, b in zip(m_r, p, strict=True)]
+    return -np.clip(np.mean(each, 0), -1, 1)
+
+
+@pytest.mark.parametrize("name", ["share_adam", "shrunk_adam", "corrected_adam"])
+def test_thirty_steps_of_two_layers(name):
+    """The statistics are pergrad's, of a loss whose gradients are the examples themselves."""
+    random = np.random.default_rng(5)
+    signal = {"a": random.normal(size=(3, 2)), "b": 0.05 * random.normal(size=4)}
+    config = Train(optimizer=name, batch_size=16, b1=B1, b2=B2)
+    tx = optimizers.make(config)
+    params = {layer: jnp.zeros(mu.shape) for layer, mu in signal.items()}
+
+    def loss(params, batch):
+        return jnp.mean(sum(jnp.tensordot(batch[k], w, w.ndim) for k, w in params.items()))
+
+    stats_fn = jax.jit(pg.grad_stats(loss, tx.stats))
+    seen: dict[str, list[np.ndarray]] = {layer: [] for layer in signal}
+    state = tx.init(params)
+    for _ in range(30):
+        batch = {k: mu + random.normal(size=(16, *mu.shape)) for k, mu in signal.items()}
+        stats = stats_fn(params, batch)
+        updates, state = tx.update(stats["mean"], state, params, stats=stats)
+        for layer, own in seen.items():
+            own.append(batch[layer])
+            np.testing.assert_allclose(updates[layer], by_hand(name, own), rtol=1e-9, atol=1e-9)
+    for own in updates.values():
+        assert (abs(own) < 0.99).any() and (abs(own) > 1e-3).all(), "not all are capped, or 0"
 
 
 def test_options_that_rivals_do_not_have():
+    with pytest.raises(LabError, match="cuts a batch into 8 groups, and 12 examples cannot be"):
+        optimizers.make(Train(optimizer="corrected_adam", batch_size=12))
     with pytest.raises(LabError, match="shrunk_adam has no weight_decay: leave it out"):
         optimizers.make(Train(optimizer="shrunk_adam", weight_decay=0.1))
 
