@@ -4,7 +4,8 @@ Each colour channel of a photograph is a picture of its own, cut into pieces of 
 overlap. Whole blocks of 32 x 32 pixels go to one part, with all three channels, in the order of a hash
 of their place, so no pixel of a test block is seen in training, in any colour. Blocks touch, so a pixel
 at the edge of a block can have neighbours in another part. What does not fill a block at the right and
-at the bottom is left out.
+at the bottom is left out. So are pieces for validation that also occur in training, such as those of a
+sky that is all white.
 
 JPEG files are decoded by Pillow, whose versions may differ by one step of brightness here and there. The
 digest says whether two machines have the same pixels.
@@ -39,7 +40,7 @@ class Photos:
 
 @functools.lru_cache(maxsize=1)
 def load_photos() -> Photos:
-    """The pieces of both photographs, 80/10/10."""
+    """The pieces of both photographs, 80/10/10. No piece for validation occurs in training."""
     from sklearn import datasets
 
     blocks = {}
@@ -55,7 +56,8 @@ def load_photos() -> Photos:
     ends = np.cumsum([round(share * len(ordered)) for share in SHARES.values()])
     first, second = ends.tolist()
     parts = {"train": ordered[second:], "tune": ordered[:first], "test": ordered[first:second]}
-    train, tune, test = (np.concatenate(part).astype(np.int32) for part in parts.values())
+    train, *others = (np.concatenate(part).astype(np.int32) for part in parts.values())
+    tune, test = (_new(part, train) for part in others)
     digest = data.digest_of({"train": [train], "tune": [tune], "test": [test]})
     name = f"two photographs of scikit-learn, in {len(train) + len(tune) + len(test)} pieces of 8 x 8"
     return Photos(name, train, tune, test, digest)
@@ -66,6 +68,12 @@ def pieces(block: np.ndarray) -> np.ndarray:
     n = BLOCK // PIECE
     cut = block.reshape(n, PIECE, n, PIECE, -1)  # row of pieces, row, column of pieces, column, channel
     return np.transpose(cut, (4, 0, 2, 1, 3)).reshape(-1, PIECE, PIECE)
+
+
+def _new(part: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """The pieces of the part that do not occur in training."""
+    known = {piece.tobytes() for piece in train}
+    return part[[piece.tobytes() not in known for piece in part]]
 
 
 def batches(photos: Photos, *, batch_size: int, seed: int, outliers: float = 0.0) -> grain.MapDataset:

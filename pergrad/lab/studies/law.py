@@ -96,7 +96,7 @@ PRESETS = {
         _SHORT,
         examples=4096,
         batch_sizes=(1, 4, 16, 64, 256),
-        seeds=3,
+        seeds=6,
         rates={name: rates[1:] for name, rates in _RATES.items()},
     ),
     "full": Preset(

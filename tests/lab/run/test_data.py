@@ -518,9 +518,10 @@ def test_bad_numbers(bad):
         data.validation_windows(NUMBERS.tune, context=4, limit=0)
 
 
-def test_photos():
+def test_photos(monkeypatch):
     """Blocks are in one part, with all their colours, and pieces come back together as the block."""
-    photos = images.load_photos()
+    monkeypatch.setattr(images, "_new", lambda part, train: part)
+    photos = images.load_photos.__wrapped__()
     parts = {part: getattr(photos, part) for part in PARTS}
     assert {part: len(x) for part, x in parts.items()} == {"train": 19_968, "tune": 2496, "test": 2496}
     assert all(x.shape[1:] == (8, 8) and x.dtype == np.int32 for x in parts.values())
@@ -533,6 +534,14 @@ def test_photos():
     np.testing.assert_array_equal(images.spread(np.arange(10), 5), [0, 2, 4, 6, 8])
     whole = np.concatenate([x.reshape(-1, 48 * 64) for x in parts.values()])  # a row for each block
     assert len(np.unique(whole, axis=0)) == len(whole) == 520
+
+
+def test_no_piece_for_validation_occurs_in_training():
+    photos = images.load_photos()
+    known = {piece.tobytes() for piece in photos.train}
+    for part in (photos.tune, photos.test):
+        assert not any(piece.tobytes() in known for piece in part)
+    assert (len(photos.train), len(photos.tune), len(photos.test)) == (19_968, 2493, 2489)
 
 
 def test_batches_of_photos():
