@@ -3,11 +3,11 @@
 In reading order: `api` (the public functions), `request` (checks their options), `wrap` (gives the
 functions that users get back a name and a signature), `arguments` (the role of each argument),
 `max_norms` (the largest norm at each parameter), `positions` (whether parameters have positions in
-common), `call` (runs the four stages for one call), `results` (makes the results), `named_axes` (what a
-loss may say of mesh axes), `arrays` (a call as a function of its arrays), `varying` (one call in a
-`shard_map` that checks varying axes), `mesh` and `spmd` (one call on several devices), `pairs` (inner
-products of the gradients of two sets of examples), `check` (tests whether a loss is a mean over
-examples).
+common), `scope` (what a loss must not take from the scope around it), `call` (runs the four stages for
+one call), `results` (makes the results), `named_axes` (what a loss may say of mesh axes), `arrays` (a
+call as a function of its arrays), `varying` (one call in a `shard_map` that checks varying axes), `mesh`
+and `spmd` (one call on several devices), `pairs` (inner products of the gradients of two sets of
+examples), `check` (tests whether a loss is a mean over examples).
 """
 
 from pergrad._call.api import explain as explain

@@ -102,8 +102,8 @@ def check_others(
                 raise ArgumentError(
                     f"the keyword argument {path} is {a_key(leaf)}. An argument given by keyword is "
                     "the same for all examples, so all of them would draw the same numbers. Give it by "
-                    f"position and name its place, as in rng_argnums={len(args)}. If all examples shall "
-                    f"draw the same numbers, bind it: {partial}."
+                    f"position and name its place, as in rng_argnums={len(args)}, or in "
+                    f"shared_argnums={len(args)} if all examples shall draw the same numbers."
                 )
 
 
@@ -152,12 +152,12 @@ def refuse_key_in_batch(path: str, leaf: Any) -> None:
 
 def is_number_like(x: Any) -> bool:
     """Whether this is an array, the shape of one, or a Python number."""
-    return _is_array_like(x) or isinstance(x, (int, float, complex))
+    return is_array_like(x) or isinstance(x, (int, float, complex))
 
 
 def is_one_key(x: Any) -> bool:
     """Whether this can be a single PRNG key, typed or raw."""
-    if not _is_array_like(x):
+    if not is_array_like(x):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.shape == ()
@@ -170,7 +170,7 @@ def is_key(x: Any) -> bool:
     A raw key is an array of uint32. An array with the shape of a raw key of the default implementation
     is taken for one, because hardly anything else consists of two numbers of uint32.
     """
-    if not _is_array_like(x):
+    if not is_array_like(x):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return True
@@ -179,7 +179,7 @@ def is_key(x: Any) -> bool:
 
 def kind(x: Any) -> str:
     """What `x` is, for messages."""
-    if _is_array_like(x):
+    if is_array_like(x):
         return f"an array of {x.dtype} with shape {x.shape}"
     return f"{x!r}, a {type(x).__name__}"
 
@@ -237,13 +237,13 @@ def saying_what_was_given(batch: Sequence[Any], request: Request) -> Iterator[No
         raise
 
 
-def _is_array_like(x: Any) -> bool:
+def is_array_like(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _is_as_long(x: Any, size: int) -> bool:
     """Whether `x` is as long as the batch. For a batch of one example that would mean nothing."""
-    return size > 1 and _is_array_like(x) and tuple(x.shape[:1]) == (size,)
+    return size > 1 and is_array_like(x) and tuple(x.shape[:1]) == (size,)
 
 
 def a_key(x: Any) -> str:

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from pergrad._call.arguments import (
     check_others,
+    is_array_like,
     is_number_like,
     is_one_key,
     kind,
@@ -29,6 +30,7 @@ from pergrad._call.named_axes import constraints_explained, refuse_collectives, 
 from pergrad._call.positions import check_positions
 from pergrad._call.request import Request, takes_direction
 from pergrad._call.results import Results
+from pergrad._call.scope import refuse_batch, refuse_key
 from pergrad._cut import Cut, Wanted, hoist, leave_loops, make_cut
 from pergrad._errors import ArgumentError
 from pergrad._ir import Devices, Shard, Weights, accumulation_dtype, backend, weighted_sum
@@ -220,10 +222,32 @@ class Call:
     def traced(self) -> Program:
         """Runs stage 1: the gradient program of one example."""
         example = [_one_of(x) for x in self.batch]
-        params = [_whole(x, shard) for x, shard in zip(self.params, self.shards, strict=True)]
+        params = self._whole_params()
         program = trace(self._one_example, params, [*example, *self.keys], self.request.has_aux)
         refuse_collectives(program.jaxpr, self.devices)
+        shared = self._same_for_all()
+        refuse_key(program, shared)
+        if self.request.keep_batch_dim:
+            refuse_batch(program, shared, self.whole_size, self._traced_for)
         return with_common_rounds(program, self.devices)
+
+    def _same_for_all(self) -> list[Any]:
+        """The arrays among the arguments that all examples share."""
+        own = (*self.roles.argnums, *self.roles.batch_argnums, *self.roles.rng_argnums)
+        others = [x for n, x in enumerate(self.args) if n not in own]
+        return [x for x in jax.tree.leaves((others, self.kwargs)) if is_array_like(x)]
+
+    def _traced_for(self, size: int) -> Any:
+        """The shapes of what the loss returns for a batch of so many examples."""
+        batch = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in self.batch]
+
+        def loss(params: Sequence[Any], batch: Sequence[Any], keys: Sequence[Any]) -> Any:
+            return self.request.fun(*self.arguments(params, batch, keys), **self.kwargs)
+
+        return jax.eval_shape(loss, self._whole_params(), batch, self.keys)
+
+    def _whole_params(self) -> list[Any]:
+        return [_whole(x, shard) for x, shard in zip(self.params, self.shards, strict=True)]
 
     def scheduled(
         self,

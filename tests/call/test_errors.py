@@ -314,8 +314,8 @@ def test_key_given_by_keyword(key):
     def fun(w, x, *, rngs):
         return loss(w, x)
 
-    words = ["rngs['dropout']", "PRNG key", "by position", "rng_argnums=2"]
-    with refused(pg.ArgumentError, *words, "functools.partial(fun, rngs=rngs)"):
+    words = ["rngs['dropout']", "PRNG key", "by position", "rng_argnums=2", "shared_argnums=2"]
+    with refused(pg.ArgumentError, *words):
         pg.grad_stats(fun, pg.Mean())(W, X, rngs={"dropout": key})
 
 
@@ -333,6 +333,73 @@ def test_batch_of_the_enclosing_scope():
     for make in FUNCTIONS.values():
         with refused(pg.ArgumentError, *words, "def loss_fn(params, batch)", "stats_fn(params, batch)"):
             make(lambda w: loss(w, X))(W)
+
+
+# What the loss takes from the scope around it.
+
+
+def from_outside(labels):
+    def fun(w, x):
+        return jnp.mean(jnp.square(x @ w - labels))
+
+    return fun
+
+
+@pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_part_of_the_batch_from_outside(make):
+    words = ["int32", "(3,)", "scope around it", "test_errors.py", "batch_argnums", "shared_argnums"]
+    with refused(pg.ArgumentError, *words):
+        make(from_outside(jnp.asarray(LABELS, jnp.int32)))(W, X)
+
+
+def test_part_of_the_batch_from_outside_under_jit():
+    def step(w, x, y):
+        return pg.grad_stats(from_outside(y), pg.Norm())(w, x)
+
+    with refused(pg.ArgumentError, "scope around it", "test_errors.py", "batch_argnums"):
+        jax.jit(step)(W, X, jnp.asarray(LABELS))
+
+
+def test_arrays_from_outside_that_are_as_long_as_the_batch():
+    """They are right if the loss takes any number of examples, or one alone, or if they are named."""
+    square, x = jnp.ones((2, 2)), X[:2]
+    call(lambda w, x: loss(square @ w, x), (W, x))
+    call(lambda w, x: jnp.sum(square @ w * x.reshape(2)), (W, x))
+    call(lambda w, x, y: from_outside(y)(w, x), (W, X, LABELS * 1.0), shared_argnums=2)
+
+
+def drawn(key, w, x):
+    return loss(w, x * jax.random.normal(key, x.shape))
+
+
+def drawn_in_a_loop(key, w, x):
+    def step(x, key):
+        return x + jax.random.normal(key, x.shape), None
+
+    return loss(w, jax.lax.scan(step, x, jax.random.split(key, 2))[0])
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)], ids=["typed", "raw"])
+@pytest.mark.parametrize("fun", [drawn, drawn_in_a_loop])
+def test_key_from_outside(fun, key):
+    words = ["PRNG key", "scope around it", "test_errors.py", "rng_argnums=2", "shared_argnums=2"]
+    with refused(pg.ArgumentError, *words):
+        call(lambda w, x: fun(key, w, x))
+    with refused(pg.ArgumentError, *words):
+        jax.jit(lambda key: call(lambda w, x: fun(key, w, x)))(key)
+    call(lambda w, x, key: fun(key, w, x), (W, X, key), shared_argnums=2)
+
+
+def test_key_from_outside_into_which_a_number_of_the_example_is_folded():
+    def fun(w, x, number):
+        return drawn(jax.random.fold_in(KEY, number[0]), w, x)
+
+    call(fun, (W, X, jnp.arange(3)), batch_argnums=(1, 2))
+    call(
+        lambda w, x, number: drawn_in_a_loop(jax.random.fold_in(KEY, number[0]), w, x),
+        (W, X, jnp.arange(3)),
+        batch_argnums=(1, 2),
+    )
 
 
 # Options.

@@ -606,7 +606,7 @@ def test_options_that_cannot_be_right(nnx, options):
 
 
 def test_module_without_parameters(nnx):
-    with pytest.raises(pg.ArgumentError, match="no parameters"):
+    with pytest.raises(pg.ArgumentError, match="argnums=0 names nothing that has parameters"):
         pg.nnx.value_and_stats(module_loss, STATS)(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), sequences())
 
 

@@ -166,8 +166,9 @@ def test_weights_that_are_computed_outside_of_the_loss():
         losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits, in_BT)
         return jnp.sum(losses_BT * weights_BT) / weights_BT.sum()
 
-    with refused(pg.NotPerExampleError, "shape (6, 8)", "scope around it", "batch_argnums"):
-        pg.check(loss)(params, in_BT)
+    for make in (pg.check, lambda loss: pg.value_and_stats(loss, STATS)):
+        with refused(pg.ArgumentError, "shape (6, 8)", "scope around it", "batch_argnums"):
+            make(loss)(params, in_BT)
 
 
 def test_key_of_the_scope_around_the_loss():
@@ -177,8 +178,9 @@ def test_key_of_the_scope_around_the_loss():
     def loss(params, batch):
         return case.loss(params, batch, key)
 
-    with refused(pg.NotPerExampleError, "PRNG key", "scope around it", "same numbers", "rng_argnums"):
-        pg.check(loss, has_aux=True)(params, batch)
+    for make in (pg.check, lambda loss, **options: pg.value_and_stats(loss, STATS, **options)):
+        with refused(pg.ArgumentError, "PRNG key", "scope around it", "same numbers", "rng_argnums"):
+            make(loss, has_aux=True)(params, batch)
 
 
 # Arguments whose roles are forgotten.
