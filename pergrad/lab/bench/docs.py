@@ -286,7 +286,9 @@ def details(log: Mapping[str, Any]) -> str:
         if AGAIN in row:
             at_case = again.setdefault(row[AGAIN], {}).setdefault(row["case"], [])
             at_case += [row["task"]] * (row["task"] not in at_case)
-    lines = [["pergrad", "rows"], [f"`{versions['pergrad']}`", "all" if not again else "all others"]]
+    lines = [["pergrad", "rows"]]
+    if not all(AGAIN in row for row in log["results"]):
+        lines.append([f"`{versions['pergrad']}`", "all" if not again else "all others"])
     for commit, of_case in again.items():
         each = "; ".join(f"{case}: {', '.join(own)}" for case, own in of_case.items())
         lines.append([f"`{commit}`", each])
@@ -333,7 +335,8 @@ def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]
 
     measured_again = set(map(comparison, newer["results"]))
     kept = [row for row in log["results"] if comparison(row) not in measured_again]
-    rows = kept + [{**row, AGAIN: at} for row in newer["results"]]
+    again = {} if at == log["about"]["versions"]["pergrad"] else {AGAIN: at}
+    rows = kept + [row | again for row in newer["results"]]
     order = {name: place for place, name in enumerate([*cases.EVERY_TITLE, *tasks.TASKS])}
     rows.sort(key=lambda row: (order[row["case"]], order[row["task"]]))
     return {"about": log["about"], "results": rows}
