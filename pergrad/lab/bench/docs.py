@@ -5,7 +5,7 @@
     pergrad bench --parts compile --out docs/benchmarks/compile
     python -m pergrad.lab.bench.torch_side_by_side --out docs/benchmarks/torch.json
     pergrad bench --target tpu:v5e --out docs/benchmarks
-    pergrad bench --target tpu:v5p --cases large_transformer_scanned --ours --out docs/benchmarks
+    pergrad bench --target tpu:v5p --cases billion --tasks moments clipped --ours --out docs/benchmarks
     python -m pergrad.lab.bench.docs
 
 After a change that concerns few models, measure those again, and put their rows in the place of the old
