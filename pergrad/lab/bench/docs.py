@@ -225,9 +225,10 @@ def _of_further(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
         each = [
             column
             for name, log in logs.items()
-            for column in columns(of_task(log["results"], task), shown, FURTHER[name])
+            if (own := of_task(log["results"], task))
+            for column in columns(own, shown, FURTHER[name])
         ]
-        if any(column.rows for column in each):
+        if each:
             title = f"{_title(task)}, compiled for other chips"
             found[f"further_{task}"] = title, compared(each, cases.EVERY_TITLE)
     return found

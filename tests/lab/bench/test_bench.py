@@ -414,7 +414,7 @@ def test_blocks(tmp_path):
     compiled.append({**ROWS[1], "part": "target"})
     compiled.append({**ROWS[3], "part": "target", "case": "billion"})
     logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch}
-    logs |= {"target": compiled, "v5p": compiled, "h100": compiled}
+    logs |= {"target": compiled, "v5p": compiled, "v6e": compiled[:1], "h100": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
     page = "".join(f"<!-- bench: {name} -->\nwhat stood here\n<!-- end -->\n" for name in names)
@@ -449,6 +449,7 @@ def test_blocks(tmp_path):
         and "(the highest number: MLP" in found["in_words"]
     )
     assert "| 1.38 (2.50) |" in found["beside_cpu"] and "| 1.38 (2.50) |" in found["beside_tpu"]
+    assert "v6e" in found["further_moments"] and "v6e" not in found["further_norms"]
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()
     assert "2 builds" in found["compile_measured"] and "3 rounds" in found["growth_measured"]
