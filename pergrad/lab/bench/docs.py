@@ -5,7 +5,7 @@
     pergrad bench --parts compile --out docs/benchmarks/compile
     python -m pergrad.lab.bench.torch_side_by_side --out docs/benchmarks/torch.json
     pergrad bench --target tpu:v5e --out docs/benchmarks
-    pergrad bench --target tpu:v5p --cases large_transformer_scanned --ours --out docs/benchmarks
+    pergrad bench --target tpu:v5p --cases billion --tasks moments clipped --ours --out docs/benchmarks
     python -m pergrad.lab.bench.docs
 
 After a change that concerns few models, measure those again, and put their rows in the place of the old
@@ -225,9 +225,10 @@ def _of_further(logs: Mapping[str, Any]) -> dict[str, tuple[str, Grid]]:
         each = [
             column
             for name, log in logs.items()
-            for column in columns(of_task(log["results"], task), shown, FURTHER[name])
+            if (own := of_task(log["results"], task))
+            for column in columns(own, shown, FURTHER[name])
         ]
-        if any(column.rows for column in each):
+        if each:
             title = f"{_title(task)}, compiled for other chips"
             found[f"further_{task}"] = title, compared(each, cases.EVERY_TITLE)
     return found
@@ -286,7 +287,9 @@ def details(log: Mapping[str, Any]) -> str:
         if AGAIN in row:
             at_case = again.setdefault(row[AGAIN], {}).setdefault(row["case"], [])
             at_case += [row["task"]] * (row["task"] not in at_case)
-    lines = [["pergrad", "rows"], [f"`{versions['pergrad']}`", "all" if not again else "all others"]]
+    lines = [["pergrad", "rows"]]
+    if not all(AGAIN in row for row in log["results"]):
+        lines.append([f"`{versions['pergrad']}`", "all" if not again else "all others"])
     for commit, of_case in again.items():
         each = "; ".join(f"{case}: {', '.join(own)}" for case, own in of_case.items())
         lines.append([f"`{commit}`", each])
@@ -333,7 +336,8 @@ def replaced(log: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]
 
     measured_again = set(map(comparison, newer["results"]))
     kept = [row for row in log["results"] if comparison(row) not in measured_again]
-    rows = kept + [{**row, AGAIN: at} for row in newer["results"]]
+    again = {} if at == log["about"]["versions"]["pergrad"] else {AGAIN: at}
+    rows = kept + [row | again for row in newer["results"]]
     order = {name: place for place, name in enumerate([*cases.EVERY_TITLE, *tasks.TASKS])}
     rows.sort(key=lambda row: (order[row["case"]], order[row["task"]]))
     return {"about": log["about"], "results": rows}

@@ -414,7 +414,7 @@ def test_blocks(tmp_path):
     compiled.append({**ROWS[1], "part": "target"})
     compiled.append({**ROWS[3], "part": "target", "case": "billion"})
     logs = {"models": ROWS, "growth": grown, "compile": built, "torch": torch}
-    logs |= {"target": compiled, "v5p": compiled, "h100": compiled}
+    logs |= {"target": compiled, "v5p": compiled, "v6e": compiled[:1], "h100": compiled}
     found = written.blocks({name: {"about": about, "results": rows} for name, rows in logs.items()})
     names = ("moments", "nothing", "figure_compile", "figure_growth")
     page = "".join(f"<!-- bench: {name} -->\nwhat stood here\n<!-- end -->\n" for name in names)
@@ -441,12 +441,35 @@ def test_blocks(tmp_path):
     later = [{**ROWS[0], "task": task, written.AGAIN: "def5678"} for task in ("moments", "norms")]
     said = written.details({"about": about, "results": [*ROWS, *later, *later]})
     assert "| `abc1234` | all others |\n| `def5678` | mlp: moments, norms |" in said
+    said = written.details({"about": about, "results": later})
+    assert "others" not in said and "| pergrad | rows |\n|---|---|\n| `def5678` |" in said
     assert "L22 V32768 |" in found["target_moments"] and "L22 V32768 |" in again["beside_tpu"]
     assert (
         "take 1.38 to 1.38 times" in found["in_words"]
         and "(the highest number: MLP" in found["in_words"]
     )
     assert "| 1.38 (2.50) |" in found["beside_cpu"] and "| 1.38 (2.50) |" in found["beside_tpu"]
+    assert "v6e" in found["further_moments"] and "v6e" not in found["further_norms"]
     names = {name for page in written.PAGES for name, *_ in written.BLOCK.findall(page.read_text())}
     assert names <= found.keys()
     assert "2 builds" in found["compile_measured"] and "3 rounds" in found["growth_measured"]
+
+
+def test_newer_rows_take_the_place_of_older_ones():
+    def log(commit: str, *rows: dict[str, Any]) -> dict[str, Any]:
+        return {"about": {"versions": {"pergrad": commit, "jax": "1.2"}}, "results": list(rows)}
+
+    def compiled(commit: str, *rows: dict[str, Any]) -> dict[str, Any]:
+        made = log(commit, *rows)
+        return made | {"about": made["about"] | {"target": "tpu:v5e"}}
+
+    old, new, rival = a_row(PERGRAD, 1.2), a_row(PERGRAD, 1.1), a_row(f"{MICRO_GRAD}, microbatch 2", 3.0)
+    again = {**new, written.AGAIN: "def5678"}
+    newer = log("def5678", new)
+    assert written.replaced(log("abc1234", old, rival), newer)["results"] == [again]
+    found = written.replaced(compiled("abc1234", old, rival), compiled("def5678", new))
+    assert found["results"] == [rival, again]  # programs that were compiled do not depend on each other
+    assert found["about"]["versions"]["pergrad"] == "abc1234"
+    assert written.replaced(newer, newer)["results"] == [new]  # of the commit of the log itself
+    with pytest.raises(LabError, match="alike"):
+        written.replaced(log("abc1234", old), compiled("abc1234", new))
