@@ -486,6 +486,20 @@ MUTANTS = (
         ("tests/library/test_sharded_parameters.py", "-k", "exchanged_in_pieces"),
     ),
     Mutant(
+        "labels from the scope around the loss",
+        "pergrad/_call/scope.py",
+        "if size == 1 or not arrays or _error_of(lambda: loss_of_batch(size)):",
+        "if size == 1 or not arrays:",
+        ("tests/call/test_errors.py", "-k", "arrays_from_outside"),
+    ),
+    Mutant(
+        "keys from the scope around the loss",
+        "pergrad/_call/scope.py",
+        "is_in(eqn.invars[0], keyed) and not is_in(eqn.invars[0], own):",
+        "is_in(eqn.invars[0], keyed):",
+        ("tests/call/test_errors.py", "-k", "key_from_outside"),
+    ),
+    Mutant(
         "values of examples of weight 0",
         "pergrad/_run/reduce.py",
         "if any(statistic.accumulates for statistic in choice.statistics):",
