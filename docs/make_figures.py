@@ -23,7 +23,7 @@ TABLE = re.compile(
     r"((?:^\|.*\n)+)(?:<!-- end -->\n)?\n!\[(.*)\]\((studies/tables/([\w-]+)\.png)\)", re.MULTILINE
 )
 # How many columns name a row, if it is not the first alone.
-NAMES = {"rivals-cells": 3, "law-slopes": 3, "law-slopes-images": 3}
+NAMES = {"rivals-cells": 3, "law-slopes": 3, "law-slopes-images": 3, "overhead": 4, "overhead-tpu": 3}
 ALIKE = {
     "plane",
     "clipping",
