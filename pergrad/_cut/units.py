@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,11 +69,13 @@ from pergrad._trace import inlined
 class Units:
     """One kind of units: the tail whose examples they are, and how many of them an example has.
 
-    `per_example` is less than 1 for groups of examples.
+    `per_example` is less than 1 for groups of examples. `depend_on_weights` says whether the factors of
+    the units depend on the weights of the examples.
     """
 
     tail: Tail
     per_example: float
+    depend_on_weights: ClassVar[bool] = False
 
     @property
     def operations_of_making(self) -> float:
@@ -226,6 +228,7 @@ class _Groups(Units):
 
     cut: _Cut
     members: int
+    depend_on_weights = True
 
     def of(self, examples: Examples) -> Examples:
         k, size = self.members, examples.size // self.members
@@ -266,6 +269,7 @@ class _Contributions(Units):
     whole: Tail
     terms: Sequence[Term]
     total: int
+    depend_on_weights = True
 
     def of(self, examples: Examples) -> Examples:
         n, w = self.terms[0].contributions, examples.weights
@@ -278,7 +282,7 @@ class _Contributions(Units):
         parts = [x.reshape(examples.size * n, *x.shape[2:]) for x in parts]
         factors, constants = self.cut.run(self.tail, parts, examples.constants)
         size, devices = examples.size * n, examples.devices
-        return Examples(size, w / self.total, factors, constants, devices=devices)
+        return Examples(size, w / (self.total or 1), factors, constants, devices=devices)
 
 
 def _contributions(tail: Tail, place: int, term: Term) -> Units:

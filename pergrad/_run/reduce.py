@@ -126,14 +126,16 @@ class Reduction:
         """The units that the strategy of a choice sees.
 
         What is read of each example does not depend on weights: an example of weight 0 has its own
-        value, although its contributions are no units. If the backward pass started from the weight w of
-        an example, a sum of gradients uses factors and constants as they are. For any other statistic
-        those that depend on the cotangent are divided by w.
+        value. If the backward pass started from the weight w of an example, a sum of gradients uses
+        factors and constants as they are. For any other statistic those that depend on the cotangent are
+        divided by w.
         """
         if not self.weighed:
             if any(statistic.accumulates for statistic in choice.statistics):
                 return self.units(choice.units)
-            return choice.units.of(dataclasses.replace(self.examples, weights=1.0))
+            if choice.units.depend_on_weights:
+                return choice.units.of(dataclasses.replace(self.examples, weights=1.0))
+            return dataclasses.replace(self.units(choice.units), weights=1.0)
         w, tail = self.examples.weights, self.plan.tail
         assert isinstance(w, float)
         if all(statistic.is_sum for statistic in choice.statistics):

@@ -502,8 +502,8 @@ MUTANTS = (
     Mutant(
         "values of examples of weight 0",
         "pergrad/_run/reduce.py",
-        "if any(statistic.accumulates for statistic in choice.statistics):",
-        "if True:",
+        "return dataclasses.replace(self.units(choice.units), weights=1.0)",
+        "return self.units(choice.units)",
         ("tests/statistics/test_project.py", "-k", "weight_0"),
     ),
     Mutant(

@@ -146,8 +146,9 @@ class Questions:
         truth = oracle.dots(g, v) if v.ndim == g.ndim else oracle.dot(g, v)
         # The parts may be larger than their mean, and are rounded one by one.
         rounded = error * max(S, np.max(kept(norms, w), initial=0))
-        _assert_examples(np.mean(dots, axis=1), truth, w, rounded, "dot_token")
-        squares = kept(np.mean(np.square(norms), axis=1), w)
+        parts = max(norms.shape[1], 1)  # where there is none, their sum is 0, and so is the gradient
+        _assert_examples(np.sum(dots, axis=1) / parts, truth, w, rounded, "dot_token")
+        squares = kept(np.sum(np.square(norms), axis=1) / parts, w)
         assert np.all(np.sqrt(squares) >= kept(oracle.norm([g]), w) - rounded), "norm_token"
 
     def assert_agrees(self, stats: Any, keywords: dict[str, Any], weights: Any, error: float) -> None:
